@@ -159,6 +159,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, lock:
                     await listener.serve()
                 except OSError as error:
                     raise cannot_listen(folder.callbacks(name), error) from None
+                services.callbacks.arrive = lambda: listener.is_reached or services.brain.relays <= 1
                 closing.append(listener.close)
                 coroutines["callbacks"] = listener.watch
             start_all(services, coroutines)

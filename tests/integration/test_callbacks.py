@@ -126,6 +126,7 @@ async def test_a_removed_callback_socket_of_a_relay_is_recreated(
     caplog.set_level(logging.INFO)
     async with relayed(SHAPE) as router:
         cross(router)
+        await until(lambda: all(relay.app.services.movers == 2 for relay in router.relays))
         with monkeypatch.context() as disk:
             if full:
                 disk.setattr(asyncio, "start_unix_server", no_room)
@@ -135,9 +136,13 @@ async def test_a_removed_callback_socket_of_a_relay_is_recreated(
                 await until(
                     lambda: count_logged(caplog, "callbacks that other relays receive do not reach this one") == 2
                 )
-        asked = [relay.client.post("/v1/completions", json=completion(max_tokens=3)) for relay in router.relays]
-        assert [reply.status_code for reply in await asyncio.gather(*asked)] == [200, 200]
-        assert count_logged(caplog, "callbacks that other relays receive reach this one again") == (2 if full else 0)
+                assert await statuses(router) == [503, 503]
+                assert router.cluster.idle()
+        await until(lambda: all(router.folder.callbacks(f"relay-{number}").exists() for number in range(2)))
+        back = "callbacks that other relays receive reach this one again"
+        await until(lambda: count_logged(caplog, back) == (2 if full else 0))
+        assert await statuses(router) == [200, 200]
+        assert count_logged(caplog, back) == (2 if full else 0)
         await router.settled()
 
 
@@ -154,9 +159,34 @@ async def test_a_replaced_callback_socket_of_a_relay_is_recreated(
                 other.bind(str(path))
                 others = path.stat().st_ino
                 await until(lambda: path.exists() and path.stat().st_ino != others)  # noqa: B023
-        asked = [relay.client.post("/v1/completions", json=completion(max_tokens=3)) for relay in router.relays]
-        assert [reply.status_code for reply in await asyncio.gather(*asked)] == [200, 200]
+        assert await statuses(router) == [200, 200]
         await router.settled()
+
+
+async def test_requests_are_refused_while_callbacks_cannot_be_passed_on_as_the_run_folder_is_unusable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those whose callback came to another relay waited for the timeout of their decode worker."""
+    monkeypatch.setattr(callbacks_module, "LOOK_S", 0.02)
+    async with relayed(SHAPE) as router:
+        cross(router)
+        await until(lambda: all(relay.app.services.movers == 2 for relay in router.relays))
+        usable = router.folder.folder.with_name(f"{router.folder.folder.name}-usable")
+        router.folder.folder.rename(usable)
+        router.folder.folder.touch()
+        await until(lambda: count_logged(caplog, "callbacks that other relays receive do not reach this one") == 2)
+        assert await statuses(router) == [503, 503]
+        router.folder.folder.unlink()
+        usable.rename(router.folder.folder)
+        await until(lambda: all(relay.app.services.callbacks.arrive() for relay in router.relays))
+        assert await statuses(router) == [200, 200]
+        await router.settled()
+
+
+async def statuses(router: Relayed) -> list[int]:
+    """The statuses of one request at each relay."""
+    asked = [relay.client.post("/v1/completions", json=completion(max_tokens=3)) for relay in router.relays]
+    return [reply.status_code for reply in await asyncio.gather(*asked)]
 
 
 async def test_a_relay_that_was_stopped_finds_the_callbacks_that_have_come_meanwhile(

@@ -28,6 +28,8 @@ What can go wrong, and what is done:
   and in /ready, until D asks. Where no decode worker has ever asked, the request ends after `GIVE_UP_S`: somebody has
   to change a setting, and every other try would take as long. Of one that has asked before, an answer in one piece is
   waited for no longer than a stream: nothing of it is being generated.
+* Callbacks that arrive at another relay can't be passed on, because the run folder is unusable: requests end with 503
+  instead of waiting for their timeout at D.
 * The client goes, or D fails: P is hung up on at once. Nothing is pinned, so nothing is drained.
 
 A requeued request is pooled again at once (`Ticket.requeue`), so the leg has two phases, and the prefill runs beside
@@ -50,6 +52,7 @@ from balanceroute.errors import (
     EdgeFull,
     InvalidRequest,
     InvariantError,
+    NoHealthyWorkers,
     QueueTimeout,
     UpstreamError,
     UpstreamTimeout,
@@ -78,6 +81,7 @@ log = logging.getLogger(__name__)
 
 CALLBACK_S: Final = 5.0  # an engine asks as soon as it has allocated the blocks
 GIVE_UP_S: Final = 20.0  # a cluster that is full at the router's start frees blocks by then
+UNREACHED: Final = "Decode workers' callbacks do not reach this process: the router's run folder cannot be used."
 _MISTAKEN: Final = "its connector is not mooncake_layerwise, or it can't reach us"
 PREFILL_REPLY_S: Final = 1.0  # D's last token may overtake P's reply, which only counts by then
 
@@ -130,8 +134,10 @@ class Layerwise:
         answer.begin(PrefillResult(None, answer.estimated_tokens, None, None, reply=own_echo(answer.request)))
 
     async def pooled(self) -> Event:
-        """Wait for a slot at a decode worker."""
+        """Wait for a slot at a decode worker. Raises: NoHealthyWorkers: its callback would not arrive."""
         self._worker = await self._leg.admission()
+        if not self._services.callbacks.arrive():
+            raise NoHealthyWorkers(UNREACHED)
         return ADMITTED
 
     async def decoding(self) -> Event:

@@ -124,22 +124,28 @@ class CallbackListener:
             os.chmod(self._path, 0o600)
             self._status = self._path.stat()
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether other relays can reach this one, as far as `watch` knows."""
+        return not self._trouble.lasts
+
     async def watch(self) -> None:
         """Four times per second, listen anew if somebody has removed or replaced the socket; until cancelled."""
         while True:
             await asyncio.sleep(until_tick_s(now_s(), LOOK_S))
-            if self._status is None or not is_still(self._path, self._status):
-                await self._serve_again()
+            try:
+                if self._status is None or not is_still(self._path, self._status):
+                    await self._serve_again()
+                self._path.stat()  # fails in a folder that nobody can use any more
+            except OSError as error:
+                self._trouble.begin(socket=str(self._path), error=error.strerror)
+            else:
+                self._trouble.end(socket=str(self._path))
 
     async def _serve_again(self) -> None:
         if self._server is not None:
             self._server.close()
-        try:
-            await self.serve()
-        except OSError as error:
-            self._trouble.begin(socket=str(self._path), error=error.strerror)
-        else:
-            self._trouble.end(socket=str(self._path))
+        await self.serve()
 
     def close(self) -> None:
         """Stop listening."""

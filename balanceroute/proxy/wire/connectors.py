@@ -45,11 +45,13 @@ class Callbacks:
 
     `url` is the router's base URL as decode workers reach it. The URL for each attempt contains its own token, so only
     its decode worker can say where the KV is to be pushed. The token begins with the name of the `relay` that made it,
-    because the callback may arrive at another one; "": there is only one process.
+    because the callback may arrive at another one; "": there is only one process. `arrive`: whether those that arrive
+    elsewhere are passed on to this process.
     """
 
     url: str
     relay: str = ""
+    arrive: Callable[[], bool] = lambda: True
     _expected: dict[str, _Expected] = field(default_factory=dict)  # by token
 
     def new_token(self) -> str:
