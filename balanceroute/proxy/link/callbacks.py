@@ -151,7 +151,8 @@ class CallbackListener:
         """Stop listening."""
         if self._server is not None:
             self._server.close()
-            self._path.unlink(missing_ok=True)
+            with suppress(OSError):  # a folder that cannot be used must not keep the relay from ending as it should
+                self._path.unlink()
 
     async def _answered(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

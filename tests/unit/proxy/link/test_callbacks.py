@@ -73,6 +73,20 @@ def test_a_socket_that_is_removed_while_its_relay_starts_is_made_anew(monkeypatc
     assert on(test) == []
 
 
+def test_a_relay_whose_folder_cannot_be_used_ends_without_an_error() -> None:
+    """The rest of its end was left out: its record of pinned KV was not closed."""
+
+    async def test(folder: Path) -> None:
+        listener = CallbackListener(folder / "below" / "relay-1", lambda token, body: EXPECTED)
+        (folder / "below").mkdir()
+        await listener.serve()
+        (folder / "below").rename(folder / "aside")
+        (folder / "below").touch()
+        listener.close()
+
+    assert on(test) == []
+
+
 def test_a_relay_without_a_free_descriptor_asks_the_other_one_as_soon_as_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
