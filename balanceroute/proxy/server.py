@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.001  # Python's own is 0.005
 YOUNG_OBJECTS = 20_000  # new objects between two runs of the cyclic garbage collector; Python's default is 700
+MIDDLE_RUNS = 2  # until what these have left is walked, too; with Python's 10 that stopped all streams for 0.1 s
+OLD_RUNS = 40  # of those, until all is walked: as seldom as with Python's 10 and 10
 CANNOT_START = 3  # exit code, as uvicorn's
 PARENT_S = 0.5  # to wait for the parent's signal; the parent has nothing else to do
 _LOOK_S = 0.05
@@ -249,7 +251,7 @@ class ProcessServer(Server):
             gc.freeze()
             # Reference counts free what a request leaves. With Python's default, a garbage collection after every 700
             # objects would walk the requests under way again and again.
-            gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
+            gc.set_threshold(YOUNG_OBJECTS, MIDDLE_RUNS, OLD_RUNS)
             # A re-fit's thread may otherwise keep the interpreter for 5 ms whenever the loop comes back from a system
             # call, and an event takes several: gaps of 8 ms were seen.
             sys.setswitchinterval(SWITCH_INTERVAL_S)
