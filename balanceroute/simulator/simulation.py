@@ -38,6 +38,7 @@ Progress = Callable[[int, int], None]
 """Told the finished requests and all requests; may raise `Stopped`."""
 MOST_STEPS = 20_000_000  # of what must be simulated: ten minutes and 3 GB of figures, twelve days of steps of 50 ms
 SHORTEST_WAIT_S = 1e-6  # time goes on by this much where a policy asks to be asked again at once
+MOST_RECHECKS = 10_000  # times that a policy is asked again while nothing runs: it will never admit
 
 
 class Stopped(Exception):
@@ -83,6 +84,7 @@ class Simulation:
         self.check_invariants = check_invariants
         self.recorder = Recorder(setting, prompt_tokens, with_loads=with_loads)
         self.t, self.steps = 0.0, 0
+        self.rechecks = 0  # since something ran
         self.finished = 0
         self.up = setting.n_workers
         self.changes = self.planned_changes()
@@ -233,6 +235,7 @@ class Simulation:
             self.recorder.loads.extend([load for each in self.groups for load in each.ranks.loads])
         group.ends_s = self.t + duration
         self.steps += 1
+        self.rechecks = 0
 
     def step_loads(self, group: Group) -> tuple[list[int] | list[float], float]:
         """The step's cost on each worker that is up, and on all if they were level.
@@ -299,13 +302,15 @@ class Simulation:
         later = self.moments()
         if len(self.scheduler.snapshot.pool):  # held back by the policy, which says until when
             at = self.scheduler.recheck_s(self.t)
-            later += [max(at, self.t + SHORTEST_WAIT_S)] if at < NEVER else []
+            self.rechecks += 1
+            later += [max(at, self.t + SHORTEST_WAIT_S)] if at < NEVER and self.rechecks <= MOST_RECHECKS else []
         if not later:
             stuck = self.arrivals.waiting + self.arrivals.outside
             waits = f"at {self.t:.3f} s nothing runs and {stuck} requests wait for ever"
             if not any(rank.up for group in self.groups for rank in group.ranks.ranks):
                 raise InputError(f"failures: no worker is left, and none comes back: {waits}")
-            raise InvariantError(waits)
+            asked = f": the policy was asked {MOST_RECHECKS:,} times" if self.rechecks > MOST_RECHECKS else ""
+            raise InvariantError(waits + asked)
         self.t = min(later)
 
     # -- the router and the engine ----------------------------------------------------------------------------

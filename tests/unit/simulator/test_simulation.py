@@ -500,6 +500,12 @@ def test_a_replay_can_be_stopped_while_nothing_runs() -> None:
     assert math.isnan(stopped.figures.load_spread_mean) and math.isnan(stopped.figures.throughput_tok_s)
 
 
+def test_a_policy_that_admits_nobody_and_asks_for_ever_ends_the_replay() -> None:
+    job = Replay(a_trace([(0.0, 10, 3), (100.0, 10, 3)]), PolicySettings(), a_setting(), own_policy=AsksForEver())
+    with pytest.raises(ConfigError, match=r"nothing runs and 2 requests wait for ever: .* asked 10,000 times"):
+        job.run()
+
+
 class WaitsFiveSeconds(AdmissionPolicy):
     """Admits in waiting order, five seconds after the prefill."""
 
