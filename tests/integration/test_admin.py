@@ -19,6 +19,7 @@ from balanceroute.proxy.app import create_app
 from balanceroute.proxy.ops.admin import AT_ONCE
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.reload import reload
+from balanceroute.proxy.workers.fleet import MOST_GONE
 from tests.integration.router import Router, configuration, patient, running, served
 from tests.integration.test_proxy_answers import completion
 from tests.plain_http import PLAIN
@@ -118,6 +119,18 @@ async def test_hundreds_of_workers_join_and_leave_over_several_turns_of_the_loop
         assert max(seen) == min(seen) + count
         assert all(abs(after - before) <= AT_ONCE for before, after in pairwise(seen))
         await until(lambda: len(list(services.fleet)) == min(seen))
+
+
+async def test_hundreds_of_idle_workers_are_gone_when_their_removal_is_answered() -> None:
+    """So that the same call may be followed by one that adds them with other settings, however many they are."""
+    new = [f"http://127.0.0.1:{port}" for port in range(1, 2 * MOST_GONE + 1)]
+    async with running(SHAPE, health={"interval_s": 3600.0}) as router:
+        before = len(list(router.app.services.fleet))
+        for change, slots, there in (("add", 8, len(new)), ("remove", 8, 0), ("add", 4, len(new))):
+            instances = [{"url": url, "max_num_seqs": slots} for url in new]
+            reply = await router.client.post(f"/instances/{change}", json={"type": "decode", "instances": instances})
+            assert reply.status_code == 200, reply.text
+            assert len(list(router.app.services.fleet)) == before + there
 
 
 async def test_a_drained_worker_gets_nothing_new_until_it_is_undrained() -> None:

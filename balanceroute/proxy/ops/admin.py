@@ -220,7 +220,10 @@ class Admin:
         async with services.changing:
             async for act in in_turns(await prepare(services, role, entries), AT_ONCE):
                 act()
-            services.fleet.sweep()
+            gone = services.fleet.sweep()
+            while gone:
+                await asyncio.sleep(0)
+                gone = services.fleet.sweep()
             services.keep_changes()
         return json_response(
             {
