@@ -268,14 +268,15 @@ async def test_a_decode_worker_with_fewer_slots_than_configured_is_degraded_unti
 ) -> None:
     """Two engines behind one URL without ranks each have their own slots, of which only the largest number is known."""
     services = a_router(a_config(1, 1, decode={"max_num_seqs": 64}))
-    page = b"".join(
-        b'vllm:num_requests_running{engine="%(n)c"} 8.0\nvllm:kv_cache_usage_perc{engine="%(n)c"} 0.1\n'
-        b'vllm:num_requests_waiting_by_reason{engine="%(n)c",reason="capacity"} 2.0\n' % {b"n": engine}
-        for engine in engines
-    )
-    script(services, "d0", Page(page))
     poller = metrics_poller(services)
-    for _ in range(WINDOW):
+    for poll in range(WINDOW):
+        page = b"".join(
+            b'vllm:num_requests_running{engine="%(n)c"} 8.0\nvllm:kv_cache_usage_perc{engine="%(n)c"} 0.1%(poll)d\n'
+            b'vllm:num_requests_waiting_by_reason{engine="%(n)c",reason="capacity"} 2.0\n'
+            % {b"n": engine, b"poll": poll}
+            for engine in engines
+        )
+        script(services, "d0", Page(page))
         await poller.polling.once()
     reason = (
         "d0: it runs 8 requests at most, and the others queue in the engine, but max_num_seqs is 64 here; "
