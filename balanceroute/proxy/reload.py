@@ -52,7 +52,8 @@ async def reload(services: Services, new: Config, perimeter: Perimeter | None = 
     predictor = None
     if makes_predictor(services, new):
         predictor = NewPredictor(await asyncio.to_thread(build_forecasts, new, past_of(services)))
-    await apply(services, new, predictor, perimeter, certificates)
+    async with services.changing_workers:
+        await apply(services, new, predictor, perimeter, certificates)
 
 
 def past_of(services: Services) -> Past | None:

@@ -419,7 +419,9 @@ async def test_other_policies_and_predictors_take_over_under_load_and_no_request
         assert 'policy="br_h"' in (await router.client.get("/metrics")).text
 
 
-async def test_requests_go_on_while_a_reload_reads_a_long_file_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_and_changes_of_workers_go_on_while_a_reload_reads_a_long_file_of_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     served = threading.Event()
 
     def long_read(config: Config) -> Perimeter:
@@ -429,8 +431,16 @@ async def test_requests_go_on_while_a_reload_reads_a_long_file_of_keys(monkeypat
     monkeypatch.setattr("balanceroute.proxy.reload.Perimeter", long_read)
     async with running(SHAPE) as router:
         services = router.app.services
-        reloading = asyncio.ensure_future(reload(services, services.config))
+
+        async def reload_alone() -> None:
+            async with services.changing:
+                await reload(services, services.config)
+
+        reloading = asyncio.ensure_future(reload_alone())
+        await until(services.changing.locked)
         assert (await router.client.post("/v1/completions", json=completion())).status_code == 200
+        body = {"type": "decode", "instances": router.cluster.decode_urls[:1]}
+        assert (await router.client.post("/instances/drain", json=body)).status_code == 200
         assert not reloading.done()
         served.set()
         await reloading

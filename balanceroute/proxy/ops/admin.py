@@ -217,7 +217,7 @@ class Admin:
         role, entries = await _instances(await request.body())
         descriptions = [_instance_text(url, fields) for url, fields in entries]
         add_log_fields(request, role=role.value, instances=descriptions)
-        async with services.changing:
+        async with services.changing_workers:
             async for act in in_turns(await prepare(services, role, entries), AT_ONCE):
                 act()
             gone = services.fleet.sweep()

@@ -18,10 +18,11 @@ class Services(ClientServices):
     """The services of the process that decides.
 
     `keep_changes` writes operators' changes down for the next brain, before the operator gets an answer. Raises:
-    AnotherLeads: the next leader does not know the change. `changing` is held while a change of the
-    configuration is made, which may take seconds: one change at a time. `check_health` is called when workers have
-    joined: they get requests once they have answered, and all others of their tier may have left with the same change.
-    `reloads`: how often another configuration was applied.
+    AnotherLeads: the next leader does not know the change. `changing` is held while a change of the configuration is
+    made, which may take seconds: one change at a time. `changing_workers` is held while workers are changed, by that or
+    by an operator, which takes some turns of the loop. `check_health` is called when workers have joined: they get
+    requests once they have answered, and all others of their tier may have left with the same change. `reloads`: how
+    often another configuration was applied.
     """
 
     ledger: Ledger
@@ -30,6 +31,7 @@ class Services(ClientServices):
     keep_changes: Callable[[], None] = lambda: None
     check_health: Callable[[], None] = lambda: None
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    changing_workers: asyncio.Lock = field(default_factory=asyncio.Lock)
     reloads: int = 0
 
     def begin_drain(self) -> None:
