@@ -1,8 +1,10 @@
 """Which member holds which request: what it may claim when it joins, and what is free when it is gone."""
 
+from collections.abc import Iterator
+
 import pytest
 
-from balanceroute.core.policy import AdmissionPolicy
+from balanceroute.core.policy import AdmissionPolicy, Choice
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.types import Outcome, Phase, RequestSpec, Standing
 from balanceroute.proxy.link.messages import Held, Requeue, Submit, Welcome
@@ -55,6 +57,9 @@ def test_a_relay_rejoins_although_a_request_of_its_former_membership_is_unknown(
 
 class FailsAtPatience(AdmissionPolicy):
     name = "fails"
+
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        yield from ()
 
     def patience_s(self, prompt_tokens: int, snapshot: ClusterSnapshot) -> float:
         raise RuntimeError("a bug of a user's own policy")
