@@ -79,6 +79,7 @@ class Owner:
         self.listener.close()
         if self.handover is not None:
             self.handover.close()
+            self.handover = None
 
     @property
     def accepts(self) -> bool:
