@@ -463,6 +463,31 @@ async def test_thousands_of_void_streams_are_ended_over_several_turns_of_the_loo
 
 
 @with_stage
+async def test_what_one_brain_calls_void_goes_on_once_another_is_connected(stage: Stage) -> None:
+    """The other one may take it over; the first one's judgement ended only what had had its turn."""
+    count = 2 * MOST_ENDED
+    brain, away, stays = await stage.brain(slots=count), stage.relay("away"), stage.relay("stays")
+    for number in range(count):
+        await away.decoding(f"a{number}")
+    waiting = [await stays.pooled(f"w{number}") for number in range(count)]
+    others_frames = away.brain._frames
+
+    def listen(request_ids: frozenset[str]) -> None:
+        away.heard.note(request_ids)
+        away.brain._frames = others_frames  # any but the ones that named them
+
+    away.heard.void = listen  # type: ignore[method-assign]
+    brain.hub.members["away"].frames.abort("the connection breaks")
+    for ticket in waiting:
+        assert await ticket.admission() == "d0"
+    await until(lambda: bool(away.heard.messages_of(frozenset)))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    [ended] = away.heard.messages_of(frozenset)
+    assert len(ended) == MOST_ENDED == len(away.tickets.by_id)
+
+
+@with_stage
 async def test_a_stream_whose_slot_was_reassigned_is_void_and_the_others_go_on(stage: Stage) -> None:
     brain, away, stays = await stage.brain(slots=2), stage.relay("away"), stage.relay("stays")
     kept, lost = await away.decoding("kept"), await away.decoding("lost")
