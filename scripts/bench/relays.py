@@ -11,6 +11,9 @@ the same round's ratio to one process, with its 95 % bootstrap interval.
     events    64 streams, an event per 20 ms each, about three at a time: CPU us per event
     events+   256 streams, an event per 5 ms each, so that events come in bunches: CPU us per event
 
+Beside them stand two routers of one process each, which share the load and know nothing of each other: two loops cost
+that much before any process tells another one anything.
+
 CPU is user and system time of all processes of the router. What a process costs that does nothing is part of it, and is
 printed below: of all routers at the same time, after the rounds. So is, under events, what their requests cost: 64
 streams of 200 tokens that end after 4 s are 16 requests per second. `--tokens 1000` makes that a fifth.
@@ -21,8 +24,11 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from processes import allow_many_sockets, cpu_s, tree
 from relay import conditions, interval
@@ -38,54 +44,91 @@ LOADS: Final[dict[str, tuple[int, str, list[str]]]] = {  # interval of the worke
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Routers that share a load, and what was found about them, by load."""
+
+    name: str
+    routers: list[Target]
+    found: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+
+    def values(self, load: str, key: str) -> list[float]:
+        return [found[key] for found in self.found[load]]
+
+    def pids(self) -> list[int]:
+        return [pid for router in self.routers if router.process is not None for pid in tree(router.process.pid)]
+
+
 class Bench:
     """The workers and the routers."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
         self.tokens = ["--tokens", str(tokens)]
-        self.site = Site(folder, len(RELAYS))
-        self.targets = [self._router(relays, port) for relays, port in zip(RELAYS, self.site.free, strict=True)]
+        self.site = Site(folder, len(RELAYS) + 2)
+        self.subjects = [Subject(f"--relays {relays}", [self._router(f"{relays}", relays)]) for relays in RELAYS]
+        self.subjects.append(Subject("two routers", [self._router("left", 0), self._router("right", 0)]))
 
-    def _router(self, relays: int, port: int) -> Target:
-        run_folder = str(self.site.folder / str(relays))
-        return self.site.ours(f"--relays {relays}", port, relays=relays, run_folder=run_folder)
+    def _router(self, name: str, relays: int) -> Target:
+        run_folder = str(self.site.folder / f"run-{name}")
+        return self.site.ours(name, next(self.site.free), relays=relays, run_folder=run_folder)
+
+    def start(self) -> None:
+        self.site.start([router for subject in self.subjects for router in subject.routers])
 
     def round(self, loads: list[str], seconds: float) -> None:
         for name in loads:
-            interval_ms, _, arguments = LOADS[name]
+            interval_ms, key, arguments = LOADS[name]
             self.site.pace(interval_ms)
             if arguments[0] == "stream":
                 arguments = [*arguments, *self.tokens]
-            for target in self.targets:
-                found = self.site.load(target, arguments, seconds)
-                if found["failures"]:
-                    raise SystemExit(f"{target.name}: {found['failures']} requests of {name} failed")
-                target.found.setdefault(name, []).append(found)
+            for subject in self.subjects:
+                subject.found.setdefault(name, []).append(self._load(subject, key, arguments, seconds))
+
+    def _load(self, subject: Subject, key: str, arguments: Sequence[str], seconds: float) -> dict[str, float]:
+        """What a request or event cost, and how many there were per second. Raises: SystemExit: one has failed."""
+        share = divided(arguments, len(subject.routers))
+        with ThreadPoolExecutor(len(subject.routers)) as pool:
+            parts: list[dict[str, Any]] = list(
+                pool.map(lambda router: self.site.load(router, share, seconds), subject.routers)
+            )
+        if failures := sum(part["failures"] for part in parts):
+            raise SystemExit(f"{subject.name}: {failures} requests of {arguments} failed")
+        per_s = sum(part["per_s"] for part in parts)
+        return {key: sum(part[key] * part["per_s"] for part in parts) / per_s, "per_s": per_s}
 
     def idle(self) -> str:
         """What each router costs while nobody asks it for anything."""
-        pids = [tree(target.process.pid) for target in self.targets if target.process is not None]
+        pids = [subject.pids() for subject in self.subjects]
         before_s = [cpu_s(each) for each in pids]
         time.sleep(IDLE_S)
         costs = [(cpu_s(each) - before) / IDLE_S * 1e3 for each, before in zip(pids, before_s, strict=True)]
         costs_text = ", ".join(
-            f"{target.name}: {cost:.1f} ms" for target, cost in zip(self.targets, costs, strict=True)
+            f"{subject.name}: {cost:.1f} ms" for subject, cost in zip(self.subjects, costs, strict=True)
         )
         return f"idle, CPU per second: {costs_text}"
 
     def table(self, loads: list[str]) -> str:
-        one = self.targets[0]
+        one = self.subjects[0]
         rows = [f"| | {' | '.join(loads)} |", "|---" * (len(loads) + 1) + "|"]
-        for target in self.targets:
+        for subject in self.subjects:
             cells = []
             for name in loads:
                 key = LOADS[name][1]
-                values = target.values(name, key)
+                values = subject.values(name, key)
                 cell = f"{statistics.median(values):.1f} us"
-                cells.append(cell if target is one else f"{cell}, {interval(values, one.values(name, key))}")
-            rows.append(f"| {target.name} | {' | '.join(cells)} |")
+                cells.append(cell if subject is one else f"{cell}, {interval(values, one.values(name, key))}")
+            rows.append(f"| {subject.name} | {' | '.join(cells)} |")
         rates = [f"{statistics.median(one.values(name, 'per_s')):,.0f}/s" for name in loads]
         return "\n".join([*rows, f"| what one process was asked for | {' | '.join(rates)} |"])
+
+
+def divided(arguments: Sequence[str], parts: int) -> list[str]:
+    """The arguments of `relay_load.py` for one of so many equal parts of a load."""
+    before = ["", *arguments]
+    return [
+        str(int(word) // parts) if option in {"--rate", "--clients"} else word
+        for option, word in zip(before, arguments, strict=False)
+    ]
 
 
 def main() -> None:
@@ -99,7 +142,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), arguments.tokens)
         try:
-            bench.site.start(bench.targets)
+            bench.start()
             for _ in range(arguments.rounds):
                 bench.round(arguments.loads, arguments.seconds)
             idle = bench.idle()
