@@ -8,8 +8,9 @@ Python.
 
 A compiled coroutine has no exception state of its own (mypyc 2): while it waits in an `except` or a `finally`, the
 exception is lost to whoever else runs, and to raise it again crashes the process, or ends as if nothing had happened.
-So these modules never wait in a `finally`, name what they raise again after a wait, and leave no `async with` that
-waits on its way out.
+What others raise meanwhile gets it as its `__context__`: the errors of thousands of requests that failed together were
+one chain, and to clear it for each of them stopped the event loop for seconds. So these modules wait neither in an
+`except` nor in a `finally`, and leave no `async with` that waits on its way out.
 
 setup.py runs this file by its path, so it imports nothing of the package. What stays Python: dataclasses that go to
 orjson, which crashes on compiled ones (`core/types.py`, `core/view.py`, `core/scheduler_config.py`); what others

@@ -7,7 +7,7 @@ complete. The request's legs (`life/leg.py`) run in that task. If the client lea
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -214,12 +214,9 @@ class Exchange:
         outlet = self._outlet_for(request)
         leg = self._leg_for(self._head.request_id, request, outlet)
         self._legs = [leg]
-        try:
-            await leg.run(self._task)
-        except BalanceRouteError as error:
-            if not outlet.started:
-                raise
-            await self._fail_started(error)
+        failure = await _late_failure(leg.run(self._task), outlet)
+        if failure is not None:
+            await self._fail_started(failure)
             return
         self._outcome, self._status = FINISHED, 200
         if isinstance(outlet, PartAnswer):
@@ -246,12 +243,9 @@ class Exchange:
             choice = replace(common, index=index)
             first = self._legs[index - index % request.n] if index % request.n else None
             self._legs.append(self._leg_for(f"{request_id}-{index}", part, outlet, choice, choices, first))
-        try:
-            await fanout.run_all(self._legs)
-        except BalanceRouteError as error:
-            if not shared.started:
-                raise
-            await self._fail_started(error)
+        failure = await _late_failure(fanout.run_all(self._legs), shared)
+        if failure is not None:
+            await self._fail_started(failure)
             return
         self._outcome, self._status = FINISHED, 200
         if request.stream:
@@ -424,6 +418,17 @@ class Exchange:
             if len(legs) > 1:
                 fields["choices"] = len(legs)
         log_request(fields)
+
+
+async def _late_failure(run: Awaitable[None], outlet: Outlet) -> BalanceRouteError | None:
+    """Wait for an answer's end; the error with which it ends, if the client has got some of it. Raises: any other."""
+    try:
+        await run
+    except BalanceRouteError as error:
+        if not outlet.started:
+            raise
+        return error
+    return None
 
 
 def _why(failure: UpstreamError | Rejected) -> str:

@@ -72,17 +72,20 @@ async def _failure_of(legs: Sequence[Leg]) -> BaseException | None:
     """Run legs; returns the first failure. That the client has gone is returned only if no leg failed otherwise."""
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(leg.run()) for leg in legs]
+    cancelled: tuple[Any, ...] | None = None
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
             for leg in legs:
                 leg.abandon()
             await asyncio.wait(pending)
-    except asyncio.CancelledError as cancelled:
+    except asyncio.CancelledError as error:
+        cancelled = error.args
+    if cancelled is not None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        raise cancelled  # by name, see `native.py`
+        raise asyncio.CancelledError(*cancelled)
     failures = [ClientGone() if task.cancelled() else task.exception() for task in tasks]
     raised = [failure for failure in failures if failure is not None]
     return next((failure for failure in raised if not isinstance(failure, ClientGone)), raised[0] if raised else None)

@@ -56,30 +56,31 @@ async def decode(leg: Leg, worker: Worker, grace_s: float) -> bool:
     leg.generates_from_s = now
     tokens, answered = answer.scanner.tokens, False
     try:
-        reply = leg.reply = await _asked(leg, worker, params)
-        if streams:
-            leg.kv.written(worker)
-        if reply.status != 200:
-            raise await _refusal(leg, worker, reply, params)
-        if reply.header(b"content-encoding") not in (None, b"identity"):
-            raise worker.failure(BadUpstreamReply, "it compressed its reply unasked")
-        complete = await (_stream(leg, worker, reply) if streams else _whole(leg, worker, reply))
-        answered = True
-        if complete:
-            worker.circuit.success()  # also of an answer that finished in the same read as what is wrong behind it
-            worker.has_served(answer.request.model)
-        return complete
-    except (ClientGone, KvTooOld, PromptsDiffer):
-        answered = True  # the worker, if it was asked, has begun its answer, so it has pulled the KV
-        raise
-    except EdgeFull:  # for more of an unstreamed answer, which says nothing about the worker
-        worker.circuit.inconclusive()
-        raise
-    except asyncio.CancelledError:
-        worker.circuit.inconclusive()
-        interruption = leg.interruption()
-        if interruption is None:
+        try:
+            reply = leg.reply = await _asked(leg, worker, params)
+            if streams:
+                leg.kv.written(worker)
+            if reply.status != 200:
+                raise await _refusal(leg, worker, reply, params)
+            if reply.header(b"content-encoding") not in (None, b"identity"):
+                raise worker.failure(BadUpstreamReply, "it compressed its reply unasked")
+            complete = await (_stream(leg, worker, reply) if streams else _whole(leg, worker, reply))
+            answered = True
+            if complete:
+                worker.circuit.success()  # also of an answer that finished in the same read as what is wrong behind it
+                worker.has_served(answer.request.model)
+            return complete
+        except (ClientGone, KvTooOld, PromptsDiffer):
+            answered = True  # the worker, if it was asked, has begun its answer, so it has pulled the KV
             raise
+        except EdgeFull:  # for more of an unstreamed answer, which says nothing about the worker
+            worker.circuit.inconclusive()
+            raise
+        except asyncio.CancelledError:
+            worker.circuit.inconclusive()
+            interruption = leg.interruption()
+            if interruption is None:
+                raise
         return await _interrupted(leg, interruption)
     finally:
         _left(leg, worker, has_pulled=answered or answer.scanner.tokens > tokens)

@@ -51,9 +51,10 @@ async def try_probe(leg: Leg, worker: Worker) -> PrefillResult | None:
         return await probe(leg, worker)
     except UpstreamError as error:
         leg.check_abandoned(worker)
-        await asyncio.sleep(leg.retries.judge(error, worker, begun=bool(leg.answer.scanner.tokens)))
+        wait_s = leg.retries.judge(error, worker, begun=bool(leg.answer.scanner.tokens))
         clear_frames(error)
-        return None
+    await asyncio.sleep(wait_s)
+    return None
 
 
 async def probe(leg: Leg, worker: Worker) -> PrefillResult:

@@ -91,20 +91,23 @@ class Pull:
         leg, worker = self._leg, self._worker
         tokens, why = leg.answer.scanner.tokens, "recomputed"
         lost: UpstreamError | None = None
+        too_old = False
         try:
             if await decode(leg, worker, DECODE_GRACE_S):
                 return COMPLETE
         except KvTooOld as gone:
-            why = "worker_lost" if isinstance(gone, KvLost) else "pulled_late"
+            too_old, why = True, "worker_lost" if isinstance(gone, KvLost) else "pulled_late"
             worker.circuit.inconclusive()
-            await asyncio.sleep(leg.retries.count_without_token(worker))
         except UpstreamError as error:
-            leg.check_abandoned(worker)
             lost = error
-            await failed(leg, worker, error, tokens)
-        else:
-            await given_back(leg, worker, tokens)
         try:
+            if too_old:
+                await asyncio.sleep(leg.retries.count_without_token(worker))
+            elif lost is not None:
+                leg.check_abandoned(worker)
+                await failed(leg, worker, lost, tokens)
+            else:
+                await given_back(leg, worker, tokens)
             leg.check_abandoned(worker)  # no other prefill is begun for a client that has left
             return await requeue_rest(leg, lost, why)
         finally:
