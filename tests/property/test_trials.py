@@ -92,7 +92,7 @@ class Judge:
             return
         message = self.relays[name].to_brain.popleft()
         assert isinstance(message, Judged)
-        self.reports.judged(message)
+        self.reports.take("r0", message)
         self._judged.add(message.worker)
 
     def happens(self, event: str, name: str) -> None:

@@ -44,9 +44,6 @@ from balanceroute.proxy.link.messages import (
     VERSION,
     Activity,
     Beat,
-    CacheDoubted,
-    ConnectorDoubted,
-    Counted,
     Explained,
     Farewell,
     FromBrain,
@@ -54,10 +51,10 @@ from balanceroute.proxy.link.messages import (
     Hello,
     Judged,
     KeysElsewhere,
-    Learned,
     LinkError,
     Progress,
     PromptKeys,
+    Report,
     Seen,
     Silent,
     SilentGroup,
@@ -95,26 +92,11 @@ class Patience:
 class Reports(Protocol):
     """Takes relays' reports on workers, and gives the state of each worker: `workers/relay_reports.py`."""
 
-    def judged(self, message: Judged) -> None:
-        """A request of a relay has succeeded or failed on a worker."""
-
-    def active(self, relay: str, activity: Activity) -> None:
-        """How many requests a relay has under way on each worker."""
+    def take(self, relay: str, report: Report) -> None:
+        """Take a report of a relay. Raises: ValueError: it contains what cannot be."""
 
     def keys_used(self, relay: str, keys: tuple[KeyUse, ...]) -> None:
         """The use of client keys at a relay."""
-
-    def counted(self, relay: str, counts: bytes) -> None:
-        """The counts of a relay's process."""
-
-    def learned(self, message: Learned) -> None:
-        """A relay has read a prefiller's connector from its KV parameters."""
-
-    def connector_doubted(self, message: ConnectorDoubted) -> None:
-        """A worker may have another connector than the configured one."""
-
-    def cache_doubted(self, message: CacheDoubted) -> None:
-        """A decode worker may have cached wrong KV."""
 
     def lost(self, relay: str) -> None:
         """A relay is gone, with all its requests."""
@@ -452,20 +434,12 @@ class Hub:
                 self.requests.submit(member, message.ticket, message.spec)
             elif isinstance(message, Progress):
                 self.requests.progress(member, message)
-            elif isinstance(message, Judged):
-                self._reports.judged(message)
-                self._judged.add(message.worker)  # sent again, also if all is as it was before
-            elif isinstance(message, Activity):
-                self._reports.active(member.relay, message)
-                self._send_keys(member, message.keys)
-            elif isinstance(message, Counted):
-                self._reports.counted(member.relay, message.counts)
-            elif isinstance(message, Learned):
-                self._reports.learned(message)
-            elif isinstance(message, ConnectorDoubted):
-                self._reports.connector_doubted(message)
-            elif isinstance(message, CacheDoubted):
-                self._reports.cache_doubted(message)
+            elif isinstance(message, Report):
+                self._reports.take(member.relay, message)
+                if isinstance(message, Judged):
+                    self._judged.add(message.worker)  # sent again, also if all is as it was before
+                elif isinstance(message, Activity):
+                    self._send_keys(member, message.keys)
             elif isinstance(message, Explained):
                 for other in self.members.values():
                     if other is not member:

@@ -418,7 +418,7 @@ class ConnectorDoubted(Message, frozen=True, tag=46):
     reason: str
 
 
-Report = Judged | Activity | Counted | Learned | Explained | CacheDoubted | ConnectorDoubted
+Report = Judged | Activity | Counted | Learned | CacheDoubted | ConnectorDoubted
 FromRelay = (
     Hello
     | Beat
@@ -434,6 +434,7 @@ FromRelay = (
     | Requeue
     | Finish
     | Began
+    | Explained
     | Report
 )
 FromBrain = (

@@ -249,7 +249,7 @@ class RemoteBrain:
             number = entry.number
             self._send_soon(lambda age_s: Began(number, age_s))
 
-    def report(self, message: Report) -> None:
+    def report(self, message: Report | Explained) -> None:
         """Send the brain a report, mostly on workers; dropped while there is no brain."""
         self._send(message)
 

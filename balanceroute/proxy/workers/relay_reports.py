@@ -1,7 +1,7 @@
 """The brain's record of relays' reports on workers: requests' results, requests under way, times of the last tokens."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, Protocol
 
@@ -10,9 +10,11 @@ from balanceroute.proxy.link.messages import (
     Activity,
     CacheDoubted,
     ConnectorDoubted,
+    Counted,
     Finding,
     Judged,
     Learned,
+    Report,
     SilentGroup,
     Use,
     WorkerStanding,
@@ -71,21 +73,27 @@ class RelayReports:
 
     # -- what relays say
 
-    def judged(self, message: Judged) -> None:
-        """Apply a request's result to a worker's circuit."""
-        if message.worker not in self._fleet:
-            return
-        circuit, now = self._fleet[message.worker].circuit, self._loop.time()
-        act = _ACTS.get(message.finding)
-        if act is not None:
-            act(circuit)
-        elif message.finding is Finding.FAULT:
-            circuit.fault(now, message.reason)
-        else:
-            circuit.busy(now, message.retry_after_s)
+    def take(self, relay: str, report: Report) -> None:
+        """Take a report of a relay. Raises: ValueError: its counts are none."""
+        if isinstance(report, Activity):
+            self._take_activity(relay, report)
+        elif isinstance(report, Counted):
+            self._take_counts(relay, report.counts)
+        elif report.worker in self._fleet:
+            self._take_on_worker(self._fleet[report.worker], report)
 
-    def active(self, relay: str, activity: Activity) -> None:
-        """Take a relay's activity."""
+    def _take_on_worker(self, worker: Worker, report: Judged | Learned | ConnectorDoubted | CacheDoubted) -> None:
+        if isinstance(report, Judged):
+            _judge(worker.circuit, report, self._loop.time())
+        elif isinstance(report, Learned):
+            with suppress(WrongConnector):  # operators have been told, and the relay has refused its request
+                self._listener.note_connector(worker, report.connector)
+        elif isinstance(report, ConnectorDoubted):
+            self._listener.doubt_connector(worker, report.reason)
+        else:  # all relays are to use this salt, or a later one
+            self._fleet.salt_cache(worker, report.cache_salt)
+
+    def _take_activity(self, relay: str, activity: Activity) -> None:
         if relay not in self._activities:  # if it has only joined anew, it counts its orphans itself
             self._drop_orphans(relay, activity.orphans)
         self._activities[relay] = activity
@@ -96,32 +104,10 @@ class RelayReports:
                 _note(self._fleet[use.worker], relay, use, uses.get(use.worker), now)
                 uses[use.worker] = use
 
-    def forget(self, worker_id: str) -> None:
-        """Forget a worker that has left: late reports on it must not count for a later worker of its name."""
-        for uses in self._uses.values():
-            uses.pop(worker_id, None)
-
-    def counted(self, relay: str, counts: bytes) -> None:
-        """Take the counts of a relay's process. Raises: ValueError: `counts` contains no counts."""
-        read_counts(counts)
+    def _take_counts(self, relay: str, counts: bytes) -> None:
+        read_counts(counts)  # raises ValueError
         self._away.pop(relay, None)
         self.counts[relay] = counts
-
-    def learned(self, message: Learned) -> None:
-        """Take a worker's connector."""
-        if message.worker in self._fleet:
-            with suppress(WrongConnector):  # operators have been told, and the relay has refused its request
-                self._listener.note_connector(self._fleet[message.worker], message.connector)
-
-    def connector_doubted(self, message: ConnectorDoubted) -> None:
-        """Take a relay's doubt of a worker's connector."""
-        if message.worker in self._fleet:
-            self._listener.doubt_connector(self._fleet[message.worker], message.reason)
-
-    def cache_doubted(self, message: CacheDoubted) -> None:
-        """A decode worker may have cached wrong KV: all relays are to use this salt, or a later one."""
-        if message.worker in self._fleet:
-            self._fleet.salt_cache(self._fleet[message.worker], message.cache_salt)
 
     def lost(self, relay: str) -> None:
         """Remove a relay that is gone, with its requests under way; a trial among them ends, so another may be made."""
@@ -140,6 +126,11 @@ class RelayReports:
         for worker in self._fleet:
             if worker.circuit.state is CircuitState.TRIAL:
                 worker.circuit.inconclusive()
+
+    def forget(self, worker_id: str) -> None:
+        """Forget a worker that has left: late reports on it must not count for a later worker of its name."""
+        for uses in self._uses.values():
+            uses.pop(worker_id, None)
 
     def _note_away(self, relay: str) -> None:
         """Keep the counts of a far relay, which has no file here, until `MOST_AWAY` others have left after it."""
@@ -179,11 +170,19 @@ class RelayReports:
         return tuple(SilentGroup(group.name, group.workers, now - group.since_s) for group in self._frozen)
 
 
-_ACTS: dict[Finding, Callable[[Circuit], None]] = {
-    Finding.USED: Circuit.used,
-    Finding.SUCCESS: Circuit.success,
-    Finding.INCONCLUSIVE: Circuit.inconclusive,
-}
+def _judge(circuit: Circuit, judged: Judged, now: float) -> None:
+    """Apply a request's result to its worker's circuit."""
+    match judged.finding:
+        case Finding.USED:
+            circuit.used()
+        case Finding.SUCCESS:
+            circuit.success()
+        case Finding.INCONCLUSIVE:
+            circuit.inconclusive()
+        case Finding.FAULT:
+            circuit.fault(now, judged.reason)
+        case Finding.BUSY:
+            circuit.busy(now, judged.retry_after_s)
 
 
 def _note(worker: Worker, relay: str, use: Use, before: Use | None, now: float) -> None:

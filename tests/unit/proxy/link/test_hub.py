@@ -340,26 +340,26 @@ def test_a_relay_that_counts_tokens_of_a_request_in_no_slot_has_to_rejoin(caplog
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    "report",
     [
-        ("learned", Learned("d0", "nixl")),
-        ("cache_doubted", CacheDoubted("d0", "salt")),
-        ("connector_doubted", ConnectorDoubted("d0", "it answers as another one does")),
-        ("judged", Judged("d0", Finding.SUCCESS)),
+        Learned("d0", "nixl"),
+        CacheDoubted("d0", "salt"),
+        ConnectorDoubted("d0", "it answers as another one does"),
+        Judged("d0", Finding.SUCCESS),
     ],
-    ids=lambda each: each if isinstance(each, str) else "",
+    ids=lambda report: type(report).__name__,
 )
 @with_stage
 async def test_what_a_relay_reports_of_a_worker_is_taken(
-    stage: Stage, call: str, message: Report, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Report] = []
-    monkeypatch.setattr(RelayReports, call, lambda _, message: taken.append(message))
+    monkeypatch.setattr(RelayReports, "take", lambda _, relay, report: taken.append(report))
     await stage.brain()
     relay = stage.relay()
     await until(lambda: relay.brain.member is not None)
-    relay.brain.report(message)
-    await until(lambda: taken == [message])
+    relay.brain.report(report)
+    await until(lambda: taken == [report])
 
 
 @with_stage
@@ -463,7 +463,7 @@ def test_a_message_that_the_brain_fails_on_ends_its_relay_and_not_the_others(
 
     async def test(stage: Stage) -> None:
         brain = await stage.brain(relays=("first", "second", "third"), patience=Patience(grace_s=3600.0))
-        monkeypatch.setattr(RelayReports, "judged", fail)
+        monkeypatch.setattr(RelayReports, "take", fail)
         first, second = await RawRelay().connect(stage), await RawRelay().connect(stage)
         first.hello(relay="first")
         first.frames.send(Judged("d0", Finding.SUCCESS))

@@ -674,7 +674,7 @@ def test_a_relay_whose_memberships_end_by_a_bug_rejoins_after_growing_pauses_and
         if end == "relay":
             relay.heard.name_workers = fail  # type: ignore[method-assign]
         else:
-            brain.hub._reports.cache_doubted = fail  # type: ignore[method-assign]
+            brain.hub._reports.take = fail  # type: ignore[method-assign]
             relay.heard.joined = lambda _: relay.brain.report(CacheDoubted("d0", "1"))  # type: ignore[method-assign]
         await until(lambda: len(tries_s) == 6)
         assert tries_s[5] - tries_s[4] >= 8 * RETRY_S

@@ -7,6 +7,7 @@ from balanceroute.proxy.link.messages import (
     Activity,
     CacheDoubted,
     ConnectorDoubted,
+    Counted,
     Finding,
     Judged,
     Learned,
@@ -52,15 +53,15 @@ async def test_findings_of_all_relays_count_as_consecutive() -> None:
     services = a_router()
     relay_reports, worker = reports(services), services.fleet["d1"]
     for _ in range(services.config.health.failure_threshold - 1):
-        relay_reports.judged(Judged("d1", Finding.FAULT))
+        relay_reports.take("r0", Judged("d1", Finding.FAULT))
     assert worker.circuit.state is CircuitState.RESTING and worker.state is WorkerState.DRAINING
     assert relay_reports.standings()["d1"].doubtful
-    relay_reports.judged(Judged("d1", Finding.FAULT, reason="status 500"))
+    relay_reports.take("r0", Judged("d1", Finding.FAULT, reason="status 500"))
     assert why_not_up(worker) == "requests to it fail (status 500)"
     assert worker.circuit.state is CircuitState.OPEN and relay_reports.standings()["d1"].state is WorkerState.DOWN
-    relay_reports.judged(Judged("d1", Finding.SUCCESS))
+    relay_reports.take("r0", Judged("d1", Finding.SUCCESS))
     assert worker.state is WorkerState.UP and not relay_reports.standings()["d1"].doubtful
-    relay_reports.judged(Judged("who is this", Finding.FAULT))
+    relay_reports.take("r0", Judged("who is this", Finding.FAULT))
 
 
 @with_virtual_time
@@ -79,7 +80,7 @@ async def test_relays_do_not_count_on_a_worker_that_operators_have_withdrawn() -
 async def test_a_busy_worker_rests_for_its_retry_after() -> None:
     services = a_router()
     relay_reports, worker = reports(services), services.fleet["d1"]
-    relay_reports.judged(Judged("d1", Finding.BUSY, 5.0))
+    relay_reports.take("r0", Judged("d1", Finding.BUSY, 5.0))
     await let_pass(4.5)
     assert worker.circuit.state is CircuitState.RESTING
     await let_pass(1.0)
@@ -91,7 +92,7 @@ async def test_the_trial_of_a_lost_relay_is_repeated() -> None:
     services = a_router()
     relay_reports, worker = reports(services), services.fleet["d1"]
     worker.circuit.state = CircuitState.HALF_OPEN
-    relay_reports.judged(Judged("d1", Finding.USED))
+    relay_reports.take("r0", Judged("d1", Finding.USED))
     assert worker.circuit.state is CircuitState.TRIAL
     relay_reports.lost("r0")
     assert worker.circuit.state is CircuitState.HALF_OPEN
@@ -108,18 +109,18 @@ async def test_a_trial_of_which_the_brain_hears_late_ends_all_the_same() -> None
     def follow() -> None:
         relay.follow(Workers(tuple(relay_reports.standings().values()), ()), whole=True)
 
-    relay_reports.judged(Judged("d1", Finding.BUSY))
+    relay_reports.take("r0", Judged("d1", Finding.BUSY))
     await let_pass(1.0)
     follow()
     relay["d1"].circuit.used()
-    relay_reports.judged(Judged("d1", Finding.BUSY))  # of another relay's request from before
+    relay_reports.take("r0", Judged("d1", Finding.BUSY))  # of another relay's request from before
     follow()
     assert relay["d1"].circuit.state is CircuitState.RESTING
     relay["d1"].circuit.inconclusive()
     await let_pass(10.0)
     for message in sent:
         assert isinstance(message, Judged)
-        relay_reports.judged(message)
+        relay_reports.take("r0", message)
     assert circuit.state is CircuitState.HALF_OPEN
 
 
@@ -128,14 +129,14 @@ async def test_requests_under_way_at_relays_add_up_and_end_with_the_relay() -> N
     services = a_router()
     relay_reports, worker = reports(services), services.fleet["d1"]
     worker.in_use += 1  # a drain of the brain's own
-    relay_reports.active("r0", activity(5, use(3, 7, awaits=True)))
+    relay_reports.take("r0", activity(5, use(3, 7, awaits=True)))
     assert counts(services) == (5, 0, 0)
-    relay_reports.active("r1", activity(2, use(2, awaits=True)))
+    relay_reports.take("r1", activity(2, use(2, awaits=True)))
     assert worker.in_use == 6 and worker.take_peak() == 8 and len(worker.awaited) == 2
     assert counts(services) == (7, 0, 0)
-    relay_reports.active("r0", activity(1, use(1)))
+    relay_reports.take("r0", activity(1, use(1)))
     assert worker.in_use == 4 and len(worker.awaited) == 1
-    relay_reports.active("r0", activity(1, use(1, awaits=True)))
+    relay_reports.take("r0", activity(1, use(1, awaits=True)))
     assert len(worker.awaited) == 2
     relay_reports.lost("r1")
     assert worker.in_use == 2 and counts(services) == (1, 0, 0)
@@ -155,14 +156,14 @@ async def test_a_readded_worker_starts_without_use_reported_for_its_predecessor(
         services.fleet.leave(services.fleet["d1"])
         return services.fleet.sweep() == ["d1"]
 
-    relay_reports.active("r0", activity(1, use(0)))
+    relay_reports.take("r0", activity(1, use(0)))
     assert leaves()
-    relay_reports.active("r0", activity(1, use(1, awaits=True)))
-    relay_reports.active("r0", activity(0))
+    relay_reports.take("r0", activity(1, use(1, awaits=True)))
+    relay_reports.take("r0", activity(0))
     worker = services.fleet.add(spec, 1)
-    relay_reports.active("r0", activity(2, use(2, awaits=True)))
+    relay_reports.take("r0", activity(2, use(2, awaits=True)))
     assert (worker.in_use, len(worker.awaited)) == (2, 1)
-    relay_reports.active("r0", activity(0, use(0)))
+    relay_reports.take("r0", activity(0, use(0)))
     assert (worker.in_use, len(worker.awaited)) == (0, 0)
     assert leaves()
 
@@ -171,13 +172,13 @@ async def test_a_readded_worker_starts_without_use_reported_for_its_predecessor(
 async def test_drains_of_relays_add_up_and_end_with_the_relay_but_its_orphans_last_while_they_may_be_pinned() -> None:
     services = a_router()
     relay_reports = reports(services)
-    relay_reports.active("r0", Activity(1, 2, (), orphans=3))
-    relay_reports.active("r1", Activity(1, 1, (), orphans=1))
+    relay_reports.take("r0", Activity(1, 2, (), orphans=3))
+    relay_reports.take("r1", Activity(1, 1, (), orphans=1))
     assert counts(services) == (2, 3, 4)
     relay_reports.lost("r0")
     assert counts(services) == (1, 1, 4)
-    relay_reports.active("r0", Activity(0, 0, ()))  # another process, after a restart
-    relay_reports.active("r0", Activity(0, 0, (), orphans=2))
+    relay_reports.take("r0", Activity(0, 0, ()))  # another process, after a restart
+    relay_reports.take("r0", Activity(0, 0, (), orphans=2))
     assert counts(services) == (1, 1, 6)
     await let_pass(PIN_S + 1)
     assert counts(services) == (1, 1, 3)
@@ -188,7 +189,7 @@ async def test_orphans_of_a_relay_that_joins_anew_count_once() -> None:
     services = a_router()
     relay_reports = reports(services)
     for _ in range(3):
-        relay_reports.active("r0", Activity(1, 2, (), orphans=3))
+        relay_reports.take("r0", Activity(1, 2, (), orphans=3))
         assert counts(services) == (1, 2, 3)
         relay_reports.lost("r0")
         assert counts(services) == (0, 0, 3)
@@ -208,7 +209,7 @@ def counting(services: Services) -> tuple[RelayReports, Metrics]:
 async def test_counters_of_a_lost_relay_do_not_fall() -> None:
     services = a_router()
     relay_reports, relay = counting(services)
-    relay_reports.counted("r0@elsewhere", relay.counts())
+    relay_reports.take("r0@elsewhere", Counted(relay.counts()))
     relay_reports.lost("r0@elsewhere")
     assert b'\nbalanceroute_retries_total{tier="prefill"} 1.0\n' in services.metrics.exposition()
 
@@ -219,9 +220,9 @@ async def test_counts_of_far_relays_that_never_return_are_bounded_and_no_counter
     relay_reports, relay = counting(services)
     for _ in range(2):  # it has left, and has come back
         relay_reports.lost("r0@stays")
-        relay_reports.counted("r0@stays", relay.counts())
+        relay_reports.take("r0@stays", Counted(relay.counts()))
     for number in range(2 * MOST_AWAY):
-        relay_reports.counted(f"r0@pod-{number}", relay.counts())
+        relay_reports.take(f"r0@pod-{number}", Counted(relay.counts()))
         relay_reports.lost(f"r0@pod-{number}")
     assert len(relay_reports.counts) == MOST_AWAY + 1 and "r0@stays" in relay_reports.counts
     page = services.metrics.exposition().decode()
@@ -234,7 +235,7 @@ async def test_a_returning_far_relay_is_not_counted_twice() -> None:
     relay_reports, relay = counting(services)
     for number in range(MOST_AWAY):
         for name in ("r0@returns", f"r0@pod-{number}"):
-            relay_reports.counted(name, relay.counts())
+            relay_reports.take(name, Counted(relay.counts()))
             relay_reports.lost(name)
     assert len(relay_reports.counts) == MOST_AWAY
     page = services.metrics.exposition().decode()
@@ -247,10 +248,10 @@ async def test_the_newest_token_of_any_relay_is_the_workers_last_progress() -> N
     relay_reports, worker = reports(services), services.fleet["d1"]
     await let_pass(10.0)
     now = services.loop.time()
-    relay_reports.active("r0", activity(1, use(1, progress=1.0)))
-    relay_reports.active("r1", activity(1, use(1, progress=4.0, awaits=True)))
+    relay_reports.take("r0", activity(1, use(1, progress=1.0)))
+    relay_reports.take("r1", activity(1, use(1, progress=4.0, awaits=True)))
     await let_pass(2.0)
-    relay_reports.active("r0", activity(1, use(1, progress=4.0, awaits=True)))
+    relay_reports.take("r0", activity(1, use(1, progress=4.0, awaits=True)))
     assert worker.progress_s == pytest.approx(now - 1.0) and services.awaited() == {"d1": pytest.approx(now - 0.5)}
 
 
@@ -265,12 +266,12 @@ async def test_what_relays_learn_of_a_worker_is_taken_while_there_is_one_of_its_
     listener.note_connector = learned
     listener.doubt_connector = lambda worker, reason: heard.append((worker.id, reason))
     for name in ("d1", "who is this"):
-        relay_reports.learned(Learned(name, "nixl"))
-        relay_reports.connector_doubted(ConnectorDoubted(name, "why"))
-        relay_reports.cache_doubted(CacheDoubted(name, "00000001a"))
+        relay_reports.take("r0", Learned(name, "nixl"))
+        relay_reports.take("r0", ConnectorDoubted(name, "why"))
+        relay_reports.take("r0", CacheDoubted(name, "00000001a"))
     assert heard == [("d1", "nixl"), ("d1", "why")] and services.fleet["d1"].cache_salt == "00000001a"
     with pytest.raises(ValueError):
-        relay_reports.counted("r0", b"[1]")
+        relay_reports.take("r0", Counted(b"[1]"))
     assert not relay_reports.counts
 
 
@@ -289,10 +290,10 @@ async def test_a_request_that_waits_no_more_has_no_part_in_how_long_a_worker_is_
     relay_reports = reports(services)
     await let_pass(100.0)
     now = services.loop.time()
-    relay_reports.active("r0", activity(1, use(1, awaits=True, age_s=25.0)))
-    relay_reports.active("r1", activity(1, use(1, awaits=True, age_s=9.0)))
+    relay_reports.take("r0", activity(1, use(1, awaits=True, age_s=25.0)))
+    relay_reports.take("r1", activity(1, use(1, awaits=True, age_s=9.0)))
     assert services.awaited() == {"d1": now - 25.0}
-    relay_reports.active("r0", activity(1, use(1, awaits=True, age_s=5.0)))  # another request of the same relay
+    relay_reports.take("r0", activity(1, use(1, awaits=True, age_s=5.0)))  # another request of the same relay
     assert services.awaited() == {"d1": now - 9.0}
-    relay_reports.active("r1", activity(0, use(0)))
+    relay_reports.take("r1", activity(0, use(0)))
     assert services.awaited() == {"d1": now - 5.0}
