@@ -44,6 +44,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from typing import Final, NoReturn, Protocol
 
@@ -138,6 +139,15 @@ class Child:
     due_s: float = 0.0  # time of the next start; infinite: it runs, or is not to run again
 
 
+class Phase(IntEnum):
+    """What the router does; it never returns to an earlier phase."""
+
+    RUNS = 0
+    POSTPONES = 1  # it runs, and drains if the successor that prepares to take over ends
+    DRAINS = 2  # needed children are started again, and a successor may still take over
+    ENDS = 3
+
+
 class Supervisor:
     """Runs children until a signal ends them."""
 
@@ -149,9 +159,7 @@ class Supervisor:
         self._owner = owner
         self._from_children, self._to_parent = os.pipe()  # the process ids of children that are up
         self._all_up = False
-        self._ends = False  # the router ends
-        self._postponed = False  # a drain was requested, and waits for a successor
-        self._drains = False  # by a drain: needed children are started again, and a successor may still take over
+        self._phase = Phase.RUNS
         self._deadline_s = math.inf  # when remaining children are killed
         self._code = 0
         self._trouble = Trouble(log, "no process can be started, tried again")
@@ -187,7 +195,7 @@ class Supervisor:
         for child in self.children:
             if child.due_s <= now:
                 self._start(child)
-        if not self._ends:
+        if self._phase < Phase.DRAINS:
             self._owner.repair()
         if self._trial is not None and now >= self._trial.deadline_s:
             self._trial.give_up()
@@ -216,16 +224,16 @@ class Supervisor:
 
     def _handle_signal(self, number: int) -> None:
         if number == signal.SIGHUP:
-            if not self._ends:
+            if self._phase < Phase.DRAINS:
                 self._reload_asked = True
                 self._begin_reload()
         elif number == signal.SIGIO:
             self._note_who_is_up()
             if self._owner.succeeded():
                 self._leave("another router takes over")
-            elif self._drains and not (self._owner.accepts or self._owner.has_successor):
+            elif self._phase is Phase.DRAINS and not (self._owner.accepts or self._owner.has_successor):
                 self._owner.stop_listening()
-            elif self._postponed and not self._ends and not self._owner.has_successor:
+            elif self._phase is Phase.POSTPONES and not self._owner.has_successor:
                 self._drain()
         elif number in _ENDING:
             self._asked_to_end(number)
@@ -251,11 +259,11 @@ class Supervisor:
         self._trial = None
 
     def _asked_to_end(self, number: int) -> None:
-        if self._ends:
+        if self._phase >= Phase.DRAINS:
             log.warning("ending now", extra={"signal": number})
             self._end(signal.SIGINT, END_S)
-        elif self._owner.has_successor and not self._postponed:
-            self._postponed = True  # a brain that drains would make the successor's relays refuse, too
+        elif self._owner.has_successor and self._phase is Phase.RUNS:
+            self._phase = Phase.POSTPONES  # a brain that drains would make the successor's relays refuse, too
             log.warning("not draining: another router prepares to take over", extra={"signal": number})
         elif self._owner.has_predecessor:
             self._leave(NOT_TAKING_OVER)
@@ -264,7 +272,7 @@ class Supervisor:
 
     def _drain(self) -> None:
         log.warning("draining", extra={"children": self._alive})
-        self._drains = True
+        self._phase = Phase.DRAINS
         self._owner.begin_drain()
         self._start_none(self._owner.drain_timeout_s + KILL_S)
         self._send(signal.SIGUSR2)
@@ -287,17 +295,16 @@ class Supervisor:
 
     def _end(self, number: signal.Signals, within_s: float) -> None:
         """Stop listening, and send all children this signal, which ends them."""
-        self._drains = False
+        self._phase = Phase.ENDS
         self._owner.stop_listening()
         self._start_none(within_s)
         self._send(number)
 
     def _start_none(self, within_s: float) -> None:
         """From now on, restart only needed children, and kill the remaining ones after `within_s`."""
-        self._ends = True
         self._give_up_reload()
         for child in self.children:
-            if not (child.needed and self._drains and self._others_run):
+            if not (child.needed and self._phase is Phase.DRAINS and self._others_run):
                 child.due_s = math.inf
         self._deadline_s = min(self._deadline_s, time.monotonic() + within_s)
 
@@ -337,14 +344,14 @@ class Supervisor:
         now = time.monotonic()
         child.pid, child.up = None, False
         self._owner.died(child.name)
-        if code == WRONG_CONFIG and not self._all_up and not self._ends:
+        if code == WRONG_CONFIG and not self._all_up and self._phase < Phase.DRAINS:
             self._code = WRONG_CONFIG
             if self._owner.has_predecessor:
                 self._leave(NOT_TAKING_OVER)
             else:
                 self._end(signal.SIGINT, END_S)
-        start_again = child.needed and code and self._drains and self._others_run
-        if self._ends and not start_again:
+        start_again = child.needed and code and self._phase is Phase.DRAINS and self._others_run
+        if self._phase >= Phase.DRAINS and not start_again:
             if not self._others_run:  # a brain that drains would make the successor's relays refuse, too
                 self._end(signal.SIGUSR1 if self._owner.has_successor else signal.SIGUSR2, KILL_S)
             return
