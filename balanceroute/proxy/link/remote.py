@@ -30,7 +30,7 @@ from typing import Final, Protocol
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import POOLED, QUEUED, Outcome, RejectReason, RequestSpec
 from balanceroute.core.view import ClusterView
-from balanceroute.proxy.admission.decider import MOST_ENDED, Answer, OnAnswer, Refusal, RefusalKind, refusal
+from balanceroute.proxy.admission.decider import MOST_ENDED, OnAnswer, Refusal, RefusalKind, refusal
 from balanceroute.proxy.admission.tickets import Ticket, Tickets
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.messages import (
@@ -152,7 +152,7 @@ class RemoteBrain:
         self.member: int | None = None  # the number of the membership; None: not a member
         self._view = NOBODY
         self.relays = 1  # of the whole router, as the brain said last
-        self._frames: Frames[FromRelay] | None = None
+        self._frames: Frames[FromRelay] | None = None  # the connection to a brain that has been sent Hello
         self._open: dict[str, _Open] = {}
         self._ids: dict[int, str] = {}  # by number
         self.token_counts = WrittenCounts()
@@ -163,7 +163,6 @@ class RemoteBrain:
         self._looks = Looks()
         self._expires: asyncio.Handle | None = None  # the next turn of the loop goes on with it
         self._knows_workers = False
-        self._greeted = False  # Hello has been sent over the present connection; other messages follow it
         self._lost = asyncio.Event()
         self._troubles: set[str] = set()  # reasons for finding no brain that have been logged
         self._pauses = Pauses()
@@ -189,7 +188,7 @@ class RemoteBrain:
     def submit(self, spec: RequestSpec) -> None:
         """See `decider.Decider`."""
         number = self.token_counts.number()
-        self._open[spec.id] = _Open(number, self._greeted)
+        self._open[spec.id] = _Open(number, self._frames is not None)
         self._ids[number] = spec.id
         self._send(Submit(number, spec))
 
@@ -229,7 +228,7 @@ class RemoteBrain:
     def progress(self, request_id: str, tokens: int) -> None:
         """See `decider.Decider`. Hot: called for every read of a stream."""
         entry = self._open.get(request_id)
-        if self._greeted and entry is not None:
+        if self._frames is not None and entry is not None:
             entry.tokens += tokens
             self._put(entry)
 
@@ -278,7 +277,7 @@ class RemoteBrain:
 
     def _send(self, message: FromRelay) -> None:
         """Send a message, after the deferred ones."""
-        if not self._greeted or self._frames is None:
+        if self._frames is None:
             return  # the next Hello contains it
         self._send_progress()
         if self._kept:
@@ -293,7 +292,7 @@ class RemoteBrain:
         view = self._view
         if view.queued or view.asking or view.pooled:
             self._send(message(0.0))
-        elif self._greeted:
+        elif self._frames is not None:
             if not self._kept:
                 self._kept_timer = self._loop.call_later(self.soon_s, self._send_deferred)
             self._kept.append((self._loop.time(), message))
@@ -313,7 +312,7 @@ class RemoteBrain:
             self._kept_timer = None
 
     def _send_progress(self) -> None:
-        if self._unsent_tokens and self._greeted and self._frames is not None:
+        if self._unsent_tokens and self._frames is not None:
             self._frames.send(Progress(tuple(self._unsent_tokens), tuple(self._unsent_tokens.values())))
             self._unsent_tokens = {}
 
@@ -357,15 +356,13 @@ class RemoteBrain:
                 return RETRY_S
             self._pauses.refused()
             return self._pauses.next_s
-        self._frames = frames
         if not frames.open:  # the brain has closed it already
             self._reach.try_next_address()
             return RETRY_S
         if moved():  # another brain has replaced the socket meanwhile, so the peer may be either
             frames.abort("another brain listens there")
-            await self._lost.wait()
             return 0.0
-        self._hello()
+        self._hello(frames)
         if not await self._stay(frames, moved):
             self._reach.try_next_address()
         self._expire()
@@ -405,12 +402,11 @@ class RemoteBrain:
             self._troubles.add(reason)
             log.warning("this relay cannot join a brain", extra={"relay": self._relay, "reason": reason})
 
-    def _hello(self) -> None:
+    def _hello(self, frames: Frames[FromRelay]) -> None:
         """Send a brain the relay's name and the state of each of its tickets.
 
         Beyond `MAX_JOIN_HASHES`, tickets go without those of their prompts, whose cached parts are then not known.
         """
-        assert self._frames is not None
         self._unsent_tokens = {}  # the tickets' states in Hello contain these tokens
         self._forget_kept()  # meant for the former brain; this one gets the present state only
         for entry in self._open.values():
@@ -428,8 +424,8 @@ class RemoteBrain:
             else:  # no brain knows it, so it may still be refused
                 entry.submitted = True
                 unknown.append(Submit(entry.number, standing.spec))
-        self._frames.send(Hello(VERSION, self._relay, self._process, self.epoch, tuple(held), self.token_counts.fd))
-        self._greeted, self._knows_workers = True, False
+        frames.send(Hello(VERSION, self._relay, self._process, self.epoch, tuple(held), self.token_counts.fd))
+        self._frames, self._knows_workers = frames, False
         for message in unknown:
             self._send(message)
 
@@ -447,7 +443,8 @@ class RemoteBrain:
             if refused == MOST_ENDED:
                 self._expires = self._loop.call_soon(self._expire)
                 break
-            self._refuse(ticket, why)
+            number = self._refuse(ticket.id, why)
+            self._send(Finish(number, Outcome.EXPIRED, "", 0, 0.0))
             refused += 1
 
     def _too_late(self) -> Iterator[tuple[Ticket, Refusal]]:
@@ -460,16 +457,11 @@ class RemoteBrain:
             elif late or (ticket.phase is POOLED and ticket.pooled_s < pool_limit):
                 yield ticket, Refusal(RefusalKind.EXPIRED, NO_BRAIN)
 
-    def _refuse(self, ticket: Ticket, why: Refusal) -> None:
-        number = self._open[ticket.id].number
-        self._answer(number, why)
-        self._send(Finish(number, Outcome.EXPIRED, "", 0, 0.0))
-
     def _closed(self, frames: Frames[FromRelay], reason: str) -> None:
         """The connection is lost."""
         if frames is not self._frames:
             return  # a connection that was never used
-        if self._greeted and self.member is None and reason != ENDS:
+        if self.member is None and reason != ENDS:
             self._pauses.refused()
             self._log_trouble(self._refusal(frames, reason))
         elif self.member is not None:
@@ -478,7 +470,7 @@ class RemoteBrain:
                 log.log(level, event, extra={"relay": self._relay, "epoch": self.epoch, "reason": reason})
             if self._pauses.left(self.epoch, self._loop.time()):
                 self._bugs.clear()
-        self.member, self._greeted, self._tokens_read = None, False, False
+        self._frames, self.member, self._tokens_read = None, None, False
         self._lost.set()
 
     def _refusal(self, frames: Frames[FromRelay], reason: str) -> str:
@@ -517,9 +509,13 @@ class RemoteBrain:
             elif self.member is None:
                 raise LinkError("the brain has sent a message before its Welcome")
             elif isinstance(message, Chosen):
-                self._answer(message.ticket, message.worker, message.turn)
+                request_id = self._ids.get(message.ticket)
+                if request_id is not None and self._open[request_id].turn == message.turn:
+                    self.on_answer(request_id, message.worker)
             elif isinstance(message, Refused):
-                self._answer(message.ticket, Refusal(message.kind, message.text, message.retry_after_s))
+                request_id = self._ids.get(message.ticket)
+                if request_id is not None:
+                    self._refuse(request_id, Refusal(message.kind, message.text, message.retry_after_s))
             elif isinstance(message, Seen):
                 self._view, self.relays = message.view, message.relays
             elif isinstance(message, Workers):
@@ -556,19 +552,12 @@ class RemoteBrain:
         if frames is not self._frames:
             return
         for request_id in request_ids:
-            entry = self._open.get(request_id)
-            if entry is not None:
-                self._answer(entry.number, Refusal(RefusalKind.LOST, LOST))
+            if request_id in self._open:
+                self._refuse(request_id, Refusal(RefusalKind.LOST, LOST))
         self.listener.void(frozenset(request_ids))
 
-    def _answer(self, number: int, answer: Answer, turn: int | None = None) -> None:
-        """Pass an answer to its ticket, unless that has made another call since (`turn`).
-
-        A refusal has no turn: it ends the ticket in any state.
-        """
-        request_id = self._ids.get(number)
-        if request_id is None or (turn is not None and turn != self._open[request_id].turn):
-            return
-        if isinstance(answer, Refusal):
-            self._leave(request_id)
-        self.on_answer(request_id, answer)
+    def _refuse(self, request_id: str, why: Refusal) -> int:
+        """End a ticket, in any state; returns its number."""
+        entry = self._leave(request_id)
+        self.on_answer(request_id, why)
+        return entry.number
