@@ -21,7 +21,7 @@ from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.explain import explain
-from balanceroute.testing import RuleBroken, check_policy
+from balanceroute.testing import RuleBroken, check_policy, costs
 from balanceroute.testing.__main__ import main as conformance
 from tests.commands import run_command
 
@@ -528,6 +528,30 @@ def test_the_kit_is_a_command_with_exit_codes(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.splitlines()[-1].startswith("usage: ")
     assert conformance(["--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: ")
+
+
+class Ponders(Broken):
+    """Takes its time, on a clock of its own."""
+
+    clock_s = 0.0
+    takes_s = 0.0
+
+    def decide(self, snapshot: balanceroute.ClusterSnapshot, now: float) -> Iterator[balanceroute.Choice]:
+        Ponders.clock_s += Ponders.takes_s
+        yield from super().decide(snapshot, now)
+
+
+@pytest.mark.parametrize(("takes_s", "said"), [(0.0009, ""), (0.02, " takes 20 ms; "), (5.0, " takes 5000 ms; ")])
+def test_the_kit_says_that_a_policy_is_slow(
+    takes_s: float, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It breaks no rule by that: the same policy is fast enough on another machine."""
+    monkeypatch.setattr(Ponders, "takes_s", takes_s)
+    monkeypatch.setattr(costs, "clock_s", lambda: Ponders.clock_s)
+    assert conformance(["tests.unit.test_library:Ponders"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "tests.unit.test_library:Ponders: keeps the rules\n"
+    assert (said in printed.err) if said else printed.err == ""
 
 
 def test_the_kit_ends_in_silence_when_it_is_interrupted(capsys: pytest.CaptureFixture[str]) -> None:

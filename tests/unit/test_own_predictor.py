@@ -1,5 +1,6 @@
 """A predictor of one's own wherever a predictor is named, and the kit that checks it."""
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from balanceroute.errors import ConfigError
 from balanceroute.prediction import KINDS, FinishedRequest, TwoStage, build_predictor
 from balanceroute.prediction.history import read_rows
 from balanceroute.proxy.admission.forecasts import LiveForecasts, build_forecasts
-from balanceroute.testing import RuleBroken, check_predictor
+from balanceroute.testing import RuleBroken, check_predictor, costs
 from balanceroute.testing.__main__ import main as conformance
 from tests.commands import run_command
 from tests.unit.core import builders
@@ -423,6 +424,15 @@ def test_an_answer_that_only_rounding_puts_out_of_bounds_keeps_the_rules() -> No
 
     assert Rounds(H).predict_one(0, 1, "")[1] > H
     check_predictor(lambda horizon: Rounds(horizon), horizon_steps=H)
+
+
+def test_the_kit_says_that_a_predictor_is_slow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a clock that goes on by a quarter of a millisecond between two looks at it."""
+    monkeypatch.setattr(costs, "clock_s", itertools.count(0.0, 0.00025).__next__)
+    assert conformance(["--predictor", f"{HERE}:Fixed", "steps=2"]) == 0
+    assert "predict_one takes 0.25 ms; " in capsys.readouterr().err
 
 
 def test_the_kit_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
