@@ -192,11 +192,15 @@ class KeptChanges:
         self.last = changes
 
     async def watch(self, services: Services, base: Callable[[], Config]) -> None:
-        """Write other changes of the workers (not made by an operator's request), until cancelled."""
+        """Write other changes of the workers (not made by an operator's request), until cancelled.
+
+        Never a part of a change: if this process died then, the next brain would go on with that part.
+        """
         while True:
             await asyncio.sleep(until_tick_s(services.loop.time(), LOOK_S))
-            with suppress(AnotherLeads):  # this process is about to end
-                self.keep(services, base())
+            async with services.changing_workers:
+                with suppress(AnotherLeads):  # this process is about to end
+                    self.keep(services, base())
 
 
 def _check(spec: WorkerSpec) -> None:
