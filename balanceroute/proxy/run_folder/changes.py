@@ -1,10 +1,11 @@
 """Operators' changes at run time, kept in the run folder for the next brain of the router.
 
 A restarted brain would otherwise have only the configuration: it would not know workers that were added by hand, or
-that are leaving, although they have streams, and would bring back removed ones. The file is valid for a lineage: a
-router and its successors, by a number that the first one draws. It is dropped at a restart of the whole router, and
-when a router of another machine leads meanwhile (`lease.py`), because operators have used that one since. A reload
-while no brain led is applied to the file as a brain would have applied it.
+that are leaving, although they have streams, and would bring back removed ones. The file also names the workers that
+are down: the next brain would send them requests until it has checked them. It is valid for a lineage: a router and its
+successors, by a number that the first one draws. It is dropped at a restart of the whole router, and when a router of
+another machine leads meanwhile (`lease.py`), because operators have used that one since. A reload while no brain led is
+applied to the file as a brain would have applied it.
 """
 
 import asyncio
@@ -41,7 +42,8 @@ class Changes(msgspec.Struct, frozen=True):
     `added`: also workers that differ from the configuration's of the same id, which are in `replaced`. `removed` and
     `replaced`: as the configuration described them; a worker that it describes differently now is as it says.
     `options`: of that policy. `workers`: all that the router has, because workers that leave may still have requests.
-    `number`: of the configuration (`parent/configured.py`). `epoch`: of the brain that wrote this.
+    `down`: those of them that health checks found down. `number`: of the configuration (`parent/configured.py`).
+    `epoch`: of the brain that wrote this.
     """
 
     lineage: int
@@ -52,6 +54,7 @@ class Changes(msgspec.Struct, frozen=True):
     policy: str | None = None
     options: dict[str, Option] = {}
     workers: tuple[WorkerSpec, ...] = ()
+    down: tuple[str, ...] = ()
     number: int = 0
     epoch: int = 0
 
@@ -82,7 +85,7 @@ class Changes(msgspec.Struct, frozen=True):
 
         An added worker that is down is waited for: it may have served for long. One whose server the configuration
         names under another name by now leaves: that server would get twice its share. A drained server stays drained
-        under another name.
+        under another name. A worker that was down gets requests from its first answer on.
         """
         fleet = services.fleet
         configured = {worker.id: worker.spec for worker in fleet}
@@ -106,6 +109,9 @@ class Changes(msgspec.Struct, frozen=True):
         for spec in self.workers:
             if spec.id not in fleet:
                 fleet.leave(fleet.restore(spec))
+        for worker in fleet:
+            if worker.id in self.down:
+                fleet.set_healthy(worker, False)
 
 
 def changes_of(
@@ -134,6 +140,7 @@ def changes_of(
         policy=routing.policy if chosen else None,
         options=dict(routing.options) if chosen else {},
         workers=tuple(worker.spec for worker in services.fleet),
+        down=tuple(worker.id for worker in services.fleet if not worker.healthy),
         number=number,
         epoch=epoch,
     )

@@ -66,7 +66,7 @@ async def test_changes_are_the_differences_between_router_and_configuration() ->
 @with_virtual_time
 async def test_the_next_brain_keeps_a_serving_worker_that_is_being_restarted() -> None:
     services = a_router()
-    services.fleet.add(NEW, 1)
+    services.fleet.set_healthy(services.fleet.add(NEW, 1), True)
     other = a_router(a_config(lifecycle={"join_attempts": 1}))
     changes_of(services, services.config, LINEAGE).apply(other)
     assert other.fleet["new"].state is WorkerState.UP, "what runs there goes on"
@@ -76,6 +76,21 @@ async def test_the_next_brain_keeps_a_serving_worker_that_is_being_restarted() -
         await monitor.polling.once()
         other.fleet.sweep()
     assert other.fleet["new"].state is WorkerState.DOWN and not other.fleet["new"].leaving
+
+
+@with_virtual_time
+async def test_the_next_brain_sends_nothing_to_a_worker_that_was_down_until_it_answers() -> None:
+    services, other = a_router(), a_router()
+    for name in ("p0", "d1"):
+        services.fleet.set_healthy(services.fleet[name], False)
+    services.fleet.add(NEW, 1)  # it has never answered
+    changes_of(services, services.config, LINEAGE).apply(other)
+    down = {worker.id for worker in other.fleet if worker.state is WorkerState.DOWN}
+    assert down == {"p0", "d1", "new"}
+    for name in ("d1", "new"):
+        script(other, name, ConnectFailed("refused", worker=name, tier="decode"))
+    await health_monitor(other).polling.once()
+    assert {worker.id for worker in other.fleet if worker.state is WorkerState.DOWN} == {"d1", "new"}
 
 
 @with_virtual_time
