@@ -130,7 +130,7 @@ def _wrong_path(key: str, path: Path) -> str:
     try:
         if key == "predictor.model":
             return "" if path.is_file() else "there is no such file"
-        if key == "lifecycle.pins_file" and path.is_dir():
+        if path.is_dir():
             return "is a folder; accepted is a file"
         return "" if path.parent.is_dir() else "its folder does not exist; make it first"
     except OSError as error:  # a folder on the way that this user may not search

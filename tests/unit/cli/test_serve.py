@@ -79,6 +79,10 @@ REFUSED = {  # flags, and what each line of the answer says
     "ca": (["--set", "tls.worker_ca_file={text}"], ["tls.worker_ca_file: {text} cannot be used: accepted is certific"]),
     "keys": (["--set", "auth.client_keys={folder}"], ["auth.client_keys: {folder}: cannot be read: Is a directory"]),
     "pins": (["--set", "lifecycle.pins_file={folder}"], ["lifecycle.pins_file = '{folder}': is a folder; accepted is"]),
+    "history": (
+        ["--set", "predictor.kind=survival", "--set", "predictor.history={folder}"],
+        ["predictor.history = '{folder}': is a folder; accepted is"],
+    ),
     "journal": (["--journal", "{folder}"], ["{folder}"]),
     "folder": (["--journal={folder}/none/j"], ["{folder}/none/j: cannot be written: there is no folder {folder}/none"]),
 }
