@@ -26,7 +26,8 @@ fi
 [[ $# -eq 3 ]] || fail "usage: start_node.sh [--dry-run] TOPOLOGY prefill|decode INDEX"
 topology=$1 role=$2 index=$3
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
-[[ -f $here/topologies/$topology.sh ]] || fail "no topology $topology; there are: $(cd "$here/topologies" && echo *.sh)"
+topologies=("$here"/topologies/*.sh) topologies=("${topologies[@]##*/}")
+[[ -f $here/topologies/$topology.sh ]] || fail "no topology $topology; there are: ${topologies[*]%.sh}"
 [[ $index =~ ^(0|[1-9][0-9]*)$ ]] || fail "INDEX $index is not a number"
 # shellcheck source=topologies/4p1d.sh
 source "$here/topologies/$topology.sh"

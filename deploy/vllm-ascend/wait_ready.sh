@@ -4,13 +4,14 @@
 #   wait_ready.sh TOPOLOGY [SECONDS]      (default 1800: loading the weights takes minutes)
 set -euo pipefail
 
-[[ $# -ge 1 && $# -le 2 ]] || {
+[[ $# -ge 1 && $# -le 2 && ${1-} != -* && ${2-0} =~ ^[0-9]+$ ]] || {
   echo "usage: wait_ready.sh TOPOLOGY [SECONDS]" >&2
   exit 2
 }
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+topologies=("$here"/topologies/*.sh) topologies=("${topologies[@]##*/}")
 [[ -f $here/topologies/$1.sh ]] || {
-  echo "wait_ready.sh: no topology $1; there are: $(cd "$here/topologies" && echo *.sh)" >&2
+  echo "wait_ready.sh: no topology $1; there are: ${topologies[*]%.sh}" >&2
   exit 2
 }
 # shellcheck source=topologies/4p1d.sh

@@ -147,7 +147,7 @@ def test_further_flags_come_last() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["9p9d", "decode", "0"], "no topology 9p9d; there are: 2p1d.sh 4p1d.sh 5p1d.sh"),
+        (["9p9d", "decode", "0"], "no topology 9p9d; there are: 2p1d 4p1d 5p1d"),
         (["2p1d", "both", "0"], "role both is neither prefill nor decode"),
         (["2p1d", "decode", "1"], "2p1d has 1 decode machines, so INDEX is 0 to 0"),
         (["2p1d", "decode", "x"], "INDEX x is not a number"),
@@ -159,6 +159,20 @@ def test_a_wrong_call_is_reported_in_one_line(arguments: list[str], expected: st
     done = subprocess.run(["bash", START, *arguments], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith(f"start_node.sh: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "usage: wait_ready.sh TOPOLOGY [SECONDS]"),
+        (["--help"], "usage: wait_ready.sh TOPOLOGY [SECONDS]"),
+        (["2p1d", "soon"], "usage: wait_ready.sh TOPOLOGY [SECONDS]"),
+        (["9p9d"], "wait_ready.sh: no topology 9p9d; there are: 2p1d 4p1d 5p1d"),
+    ],
+)
+def test_waiting_for_what_cannot_be_is_refused_in_one_line(arguments: list[str], expected: str) -> None:
+    done = subprocess.run(["bash", START.with_name("wait_ready.sh"), *arguments], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"{expected}\n")
 
 
 def test_when_one_server_ends_the_others_of_the_machine_are_stopped(tmp_path: Path) -> None:
