@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.wire.message_requests import parse_messages, tokenize_body
 from balanceroute.proxy.wire.payloads import decode_body, probe_body
-from tests.unit.proxy.wire.test_message_requests import FIELDS, LIMITS, TURNS, body
+from tests.unit.proxy.wire.test_message_requests import FIELDS, ODD, TURNS, body
 
 _VALIDATE = """
 import json, sys
@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--vllm", required=True, help="the Python of a virtual environment with vLLM")
     parser.add_argument("--examples", type=int, default=3000)
     options = parser.parse_args()
-    lines, accepted = _bodies(options.examples)
+    lines, accepted = bodies(options.examples)
     ran = subprocess.run([options.vllm, "-c", _VALIDATE], input=b"\n".join(lines), capture_output=True)
     if ran.returncode:
         sys.exit(ran.stderr.decode()[-2000:])
@@ -50,15 +50,15 @@ def main() -> int:
     return 1 if refused else 0
 
 
-def _bodies(examples: int) -> tuple[list[bytes], int]:
+def bodies(examples: int) -> tuple[list[bytes], int]:
     """What workers would get for random messages, and how many of these the router accepts."""
     lines: list[bytes] = []
     accepted = [0]
 
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(TURNS, FIELDS, LIMITS)
-    def collect(turns: list[Any], fields: dict[str, Any], limit: Any) -> None:
-        raw = orjson.dumps(body(*turns, **fields) | {"max_tokens": limit})
+    @given(TURNS, FIELDS, ODD)
+    def collect(turns: list[Any], fields: dict[str, Any], odd: dict[str, Any]) -> None:
+        raw = orjson.dumps(body(*turns, **fields) | {"max_tokens": 2000} | odd)
         try:
             request = parse_messages(raw)
         except InvalidRequest:
