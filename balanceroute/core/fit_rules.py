@@ -23,8 +23,8 @@ gains little. So `least_cap` is 1/15. Where answers are short departures are man
 short where W is small beside G (512 for 144 workers, say). But how soon a place for a large prompt comes does not
 depend on W, and how many requests a large prompt slows down elsewhere grows with G. So while the pool is full the least
 cap of a request of `large_from` mean requests is R G^2 / W, R being the time of the mean answer, or `max_wait_s` where
-that is less; of a smaller one it is less in proportion. Before R is known there is no such cap, nor one of outliers. To
-these, too, what a request costs adds its `patience`. Few requests are so large, so the p99 wait hardly grows. With 16
+that is less; of a smaller one it is less in proportion. To this, too, what a request costs adds its `patience`. Before
+R is known there is no such cap, nor one of outliers. Few requests are so large, so the p99 wait hardly grows. With 16
 in the pool for each of eight workers this is less than 6.3 mean waits.
 
 *Outliers.* A usual request is `WorkloadMeans.usual_tokens`, half a mean answer and c. A prompt of k of them that goes

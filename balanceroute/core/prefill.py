@@ -43,8 +43,8 @@ def least_tokens(ready: Sequence[PrefillerBudget], request: RequestTracker) -> l
 def prefix_affinity(ready: Sequence[PrefillerBudget], request: RequestTracker) -> list[int]:
     """Tokens of work, in flight and of this request.
 
-    Before answers or counters have shown a hit, a conversation's own tokens count once, not `LONE_WEIGHT` times, so
-    that no prompt waits longer for a cache than its computation takes.
+    Before answers or counters have shown a hit on one of these, a conversation's own tokens count once, not
+    `LONE_WEIGHT` times, so that no prompt waits longer for a cache than its computation takes.
     """
     hits = [prefiller for prefiller in ready if prefiller.hits.real_tokens]
     return affinity_costs(ready, request, LONE_WEIGHT if hits else 1)

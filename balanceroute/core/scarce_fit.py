@@ -22,7 +22,8 @@ LevelFit adds the following; `FitRules` has the constants.
 departures a worker grows by one token per request and step, by the mean answer o in all. If each load came back to the
 mean, the loads would rise by that much from one departure to the next; only large prompts could sustain that, and the
 pool would run out of them. So LevelFit comes back to where the worker stood after its last departure. The others are,
-on average, half way through their growth, and relative to the mean that is T = mean L - slowdown_g (1 - 1/G) o.
+on average, half way through their growth, and relative to the mean that is T = mean L - slowdown_g (1 - 1/G) o. Until
+the first answer has ended T is the mean.
 
 *Stock.* If the level is still too high, waiting prompts become smaller than arriving ones, and larger if it is too low.
 T falls by `stock_share` times the difference, or rises by it, though never above max L. A prompt above `LARGE` mean
