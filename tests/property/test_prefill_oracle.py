@@ -224,7 +224,7 @@ class Run:
 
     def __init__(self, policy: str, random: Random) -> None:
         count = random.randint(1, 5)
-        most, most_pooled = random.choice((None, None, 1, 2, 4)), random.choice((6, 40))
+        most, most_pooled = random.choice((None, None, 1, 2, 4)), random.choice((6, 60))
         self.random, self.now, self.chats = random, 0.0, list[list[int]]()
         self.model = Model(policy, [Prefiller(f"p{index}") for index in range(count)], most, most_pooled)
         config = SchedulerConfig(
@@ -261,7 +261,8 @@ class Run:
             return
         size = max(1, probe.size + self.random.randint(-20, 20))
         right = max(0, probe.size - probe.uncached)
-        cached = self.random.choice((None, right, right, right, right // 2, max(0, right - BLOCK), 0))
+        less = max(0, right - BLOCK * self.random.randint(1, 2))
+        cached = self.random.choice((None, right, right, right, right // 2, less, less, 0))
         self.scheduler.prefilled(probe.name, size, self.now, None, cached)
         self.model.answer(place, probe, size, cached, self.now)
 
@@ -278,7 +279,7 @@ class Run:
             place.cache = place.cache if place.up else {}
             self.scheduler.set_worker_state(place.name, WorkerState(change), self.now)
         elif change == "usage":
-            place.usage = random.choice((0.0, 0.0, 0.9, 0.95, None))
+            place.usage = random.choice((0.0, 0.9, 0.95, None, None))
             self.scheduler.report_prefiller(place.name, place.usage, self.now)
         elif change == "capacity":
             place.capacity = random.choice((math.inf, 50 * BLOCK, 20 * BLOCK + 1, 0))
@@ -296,7 +297,7 @@ class Run:
 
     def step(self) -> None:
         self.now += self.random.choice((0.001, 0.01, 0.3)) * self.random.random()
-        event = self.random.choices((self.submit, self.end_a_probe, self.admit, self.change_a_prefiller), (6, 5, 2, 1))
+        event = self.random.choices((self.submit, self.end_a_probe, self.admit, self.change_a_prefiller), (8, 5, 2, 1))
         event[0]()
 
     def decide(self) -> None:
