@@ -1,5 +1,6 @@
 """Requests on their way into the router: they arrive, are prefilled, and wait for a decode slot."""
 
+import math
 from collections.abc import Callable
 from heapq import heappop, heappush
 
@@ -94,12 +95,11 @@ class Arrivals:
     def prefilled(self, request_id: str, now: float) -> None:
         """The prefill is over: the request waits for a decode slot."""
         request = int(request_id)
-        if self.recorder.ready_s[request] < 0:
+        if math.isnan(self.recorder.ready_s[request]):
             self.recorder.ready_s[request] = now
-        tokens = self.scheduler.snapshot.requests[request_id].prompt_tokens
-        age = self.scheduler.snapshot.requests[request_id].earlier_tokens
-        cached = self.cached_tokens.pop(request_id)
-        self.scheduler.prefilled(request_id, tokens, now, self.expected(request, age), cached)
+        tracker, cached = self.scheduler.snapshot.requests[request_id], self.cached_tokens.pop(request_id)
+        expected = self.expected(request, tracker.earlier_tokens)
+        self.scheduler.prefilled(request_id, tracker.prompt_tokens, now, expected, cached)
 
     def spec(self, request: int) -> RequestSpec:
         return RequestSpec(

@@ -96,9 +96,10 @@ class Recorder:
         self.start_s, self.duration_s = array("d"), array("d")
         self.loads = array("q")
         n = len(prompt_tokens)
-        self.ready_s, self.admitted_s, self.finished_s = [-1.0] * n, [-1.0] * n, [-1.0] * n
+        self.ready_s, self.admitted_s, self.finished_s = [math.nan] * n, [math.nan] * n, [math.nan] * n
         self.admitted = 0
-        self.window_start, self.window_end = -1, -1
+        self.window_start = 0
+        self.window_end: int | None = None
         self.recomputed = 0
         self.paused_at_s: dict[int, float] = {}
         self.pause_s = array("d")
@@ -106,12 +107,12 @@ class Recorder:
 
     def admit(self, request: int, step: int, now: float) -> None:
         """The request runs from this step on; only the first time counts."""
-        if self.admitted_s[request] >= 0:
+        if not math.isnan(self.admitted_s[request]):
             return
         self.admitted_s[request] = now
         self.admitted += 1
         n = len(self.prompt_tokens)
-        if self.window_start < 0 and self.admitted >= WINDOW_STARTS_AT * n:
+        if self.admitted == math.ceil(WINDOW_STARTS_AT * n):
             self.window_start = step
         if self.admitted == max(1, n - 1):
             self.window_end = step
@@ -125,7 +126,7 @@ class Recorder:
         self.pause_s.append(now - self.paused_at_s.pop(request))
 
     def step(
-        self, loads: list[int] | list[float], level: float, running: int, start_s: float, duration_s: float, up: int
+        self, loads: list[int] | list[float], level: float, tokens: int, start_s: float, duration_s: float, up: int
     ) -> None:
         """One step: loads of the workers at the barrier, the one that all would have if level, and how long it took.
 
@@ -137,9 +138,15 @@ class Recorder:
         self.level.append(level)
         self.workers.append(len(loads))
         self.up.append(up)
-        self.tokens.append(running)
+        self.tokens.append(tokens)
         self.start_s.append(start_s)
         self.duration_s.append(duration_s)
+
+    @property
+    def window(self) -> slice:
+        """The steps that the means are over."""
+        start, end = self.window_start, self.window_end
+        return slice(start, len(self.most) if end is None else max(end, start + 1))
 
     def outcome(
         self, generated: FloatArray, makespan_s: float, prefill_s: FloatArray, prefill_computed_ratio: float
@@ -148,26 +155,34 @@ class Recorder:
 
         Per-request arrays hold NaN for what has not happened.
         """
-        most, least, total, level, workers, tokens, duration = (
-            np.array(column, dtype=np.float64)
-            for column in (self.most, self.least, self.total, self.level, self.workers, self.tokens, self.duration_s)
+        admitted_s = np.array(self.admitted_s)
+        wait_s, tpot_s = admitted_s - self.ready_s, (self.finished_s - admitted_s) / generated
+        return Outcome(
+            self._figures(wait_s, tpot_s, prefill_s, makespan_s, prefill_computed_ratio),
+            wait_s=wait_s,
+            tpot_s=tpot_s,
+            prompt_tokens=np.array(self.prompt_tokens),
+            step_start_s=np.array(self.start_s),
+            loads=np.array(self.loads, dtype=np.int64).reshape(-1, self.setting.n_workers),
+            window=self.window,
+            decision_us=np.array(self.decision_us),
         )
-        start = max(0, self.window_start)
-        window = slice(start, max(self.window_end, start + 1) if self.window_end >= 0 else len(self.most))
-        finished, admitted, ready = (
-            np.where(np.array(times) < 0, np.nan, times) for times in (self.finished_s, self.admitted_s, self.ready_s)
-        )
-        wait, tpot = admitted - ready, (finished - admitted) / generated
-        waits, tpots, prefills = (x[~np.isnan(x)] for x in (wait, tpot, np.where(np.isnan(ready), np.nan, prefill_s)))
-        seconds = self._time_of(window, duration) if len(duration) else math.nan
-        throughput = float(tokens[window].sum()) / seconds
-        mean = total / workers
-        decisions = np.array(self.decision_us)
-        figures = Figures(
-            load_spread_mean=mean_of((most - least)[window]),
-            excess_mean=mean_of((most - mean)[window]),
-            imbalance_mean=mean_of((workers * most - total)[window]),
-            step_time_mean_s=mean_of(duration[window]),
+
+    def _figures(
+        self, wait_s: FloatArray, tpot_s: FloatArray, prefill_s: FloatArray, makespan_s: float, computed_ratio: float
+    ) -> Figures:
+        window = self.window
+        most, least, total, level = (np.array(x)[window] for x in (self.most, self.least, self.total, self.level))
+        workers, up, tokens = (np.array(x)[window] for x in (self.workers, self.up, self.tokens))
+        start_s, duration_s = np.array(self.start_s)[window], np.array(self.duration_s)[window]
+        seconds = float((start_s + duration_s).max() - start_s[0]) if len(start_s) else math.nan  # idle ones, too
+        waits, tpots, prefills = (values[~np.isnan(values)] for values in (wait_s, tpot_s, prefill_s))
+        throughput = float(tokens.sum()) / seconds
+        return Figures(
+            load_spread_mean=mean_of(most - least),
+            excess_mean=mean_of(most - total / workers),
+            imbalance_mean=mean_of(workers * most - total),
+            step_time_mean_s=mean_of(duration_s),
             tpot_p50_s=report.percentile(tpots, 50),
             tpot_p95_s=report.percentile(tpots, 95),
             throughput_tok_s=throughput,
@@ -177,8 +192,8 @@ class Recorder:
             makespan_s=makespan_s,
             balance=report.balance(
                 throughput / self.setting.tokens_per_step,
-                mean_of(level[window]),
-                n_workers=mean_of(np.array(self.up, dtype=np.float64)[window]),  # lost workers' slots can't be used
+                mean_of(level),
+                n_workers=mean_of(up),  # lost workers' slots can't be used
                 slots=self.setting.slots,
                 step_cost_s=self.setting.step_cost_s,
                 step_overhead_s=self.setting.step_overhead_s,
@@ -191,25 +206,10 @@ class Recorder:
             pause_max_s=max(self.pause_s, default=0.0),
             prefill_p50_s=report.percentile(prefills, 50),
             prefill_p99_s=report.percentile(prefills, 99),
-            prefill_computed_ratio=prefill_computed_ratio,
-            decision_p50_us=report.percentile(decisions, 50),
-            decision_p99_us=report.percentile(decisions, 99),
+            prefill_computed_ratio=computed_ratio,
+            decision_p50_us=report.percentile(np.array(self.decision_us), 50),
+            decision_p99_us=report.percentile(np.array(self.decision_us), 99),
         )
-        return Outcome(
-            figures,
-            wait_s=wait,
-            tpot_s=tpot,
-            prompt_tokens=np.array(self.prompt_tokens),
-            step_start_s=np.array(self.start_s),
-            loads=np.array(self.loads, dtype=np.int64).reshape(-1, self.setting.n_workers),
-            window=window,
-            decision_us=decisions,
-        )
-
-    def _time_of(self, window: slice, duration_s: FloatArray) -> float:
-        """Seconds from the window's first step to the end of its last one, with those in which nothing ran."""
-        start_s = np.array(self.start_s)[window]
-        return float((start_s + duration_s[window]).max() - start_s[0])
 
 
 def mean_of(values: FloatArray) -> float:
