@@ -59,15 +59,7 @@ from balanceroute.errors import (
 )
 from balanceroute.proxy.life.decoding import decode, first_bytes_s
 from balanceroute.proxy.life.errors import WorkerSilent
-from balanceroute.proxy.life.leg import (
-    ADMITTED,
-    COMPLETE,
-    CUT_OFF,
-    Event,
-    Leg,
-    Transitions,
-    clear_frames,
-)
+from balanceroute.proxy.life.leg import ADMITTED, COMPLETE, CUT_OFF, Event, Leg, Transitions, clear_frames
 from balanceroute.proxy.life.prefilling import ask, has_prefilled
 from balanceroute.proxy.life.pull import failed, given_back, requeue_rest
 from balanceroute.proxy.life.retries import pushes_back
@@ -270,24 +262,25 @@ class Layerwise:
             if answer.scanner.finish_reason is None:
                 leg.interrupt(error)
             return
-        now = self._services.tickets.now()
+        self._kv_arrived(worker, result)
+        if answer.prompt_tokens:
+            return
+        try:
+            answer.prompt_counted(result)
+            answer.scanner.prefilled(result.prompt_tokens, result.prompt_details)
+        except EdgeFull as error:
+            leg.interrupt(error)
+
+    def _kv_arrived(self, worker: Worker, result: PrefillResult) -> None:
+        leg, now = self._leg, self._services.tickets.now()
         leg.kv_due = False
         leg.ticket.pushed(result.prompt_tokens, result.cached_tokens)
         worker.progress_s = leg.generates_from_s = now
-        if not answer.scanner.begun:
-            leg.try_deadline_s = now + first_bytes_s(self._services.config, answer.request)
-        if not answer.prompt_tokens:
-            try:
-                answer.prompt_counted(result)
-            except EdgeFull as error:
-                leg.interrupt(error)
-                return
-            answer.scanner.prefilled(result.prompt_tokens, result.prompt_details)
+        if not leg.answer.scanner.begun:
+            leg.try_deadline_s = now + first_bytes_s(self._services.config, leg.answer.request)
 
     async def _prefill_for(self, asked: bytes) -> PrefillResult:
-        """Have a prefiller push what a decode worker has asked for. Raises: QueueTimeout; PushFailed; UpstreamError of
-        the last try.
-        """
+        """Have a prefiller push what was asked for. Raises: QueueTimeout; PushFailed; UpstreamError of the last try."""
         leg = self._leg
         deadline_s = self._services.tickets.now() + self._services.config.queue.deadline_s
         while True:
