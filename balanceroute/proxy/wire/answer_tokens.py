@@ -16,18 +16,18 @@ class AnswerTokens:
 
     Attributes:
         exact: `ids` holds all of `tokens`. prompt_ids: the prompt's ids from the first worker that sent them; of one
-        that has left no token they are forgotten. earlier: tokens generated in earlier segments. by_ids: a list of
-        token ids has come in this segment.
+        that has left no token they are forgotten. earlier: tokens generated in earlier segments. is_later_segment:
+        there are such, though maybe without tokens. by_ids: a list of token ids has come in this segment.
     """
 
     __slots__ = (
-        "_is_later_segment",
         "_matcher",
         "_prompt_ids_sent",
         "_want_ids",
         "by_ids",
         "earlier",
         "exact",
+        "is_later_segment",
         "prompt_ids",
     )
 
@@ -38,7 +38,7 @@ class AnswerTokens:
         self.exact = True
         self.prompt_ids: array[int] | None = None
         self._prompt_ids_sent = False  # to a client that wants ids
-        self._is_later_segment = False
+        self.is_later_segment = False
         self._begin_segment()
 
     def _begin_segment(self) -> None:
@@ -84,7 +84,7 @@ class AnswerTokens:
             del matcher.ids[matcher.printed :]
             matcher.tokens = matcher.printed
             self.exact = True
-        self._is_later_segment = True
+        self.is_later_segment = True
         self._begin_segment()
 
     def take_ids(self, holder: dict[str, Any]) -> int:
@@ -114,7 +114,7 @@ class AnswerTokens:
             return 0
         if self.prompt_ids is None:
             self.prompt_ids = _as_ids(ids)
-        sent_already = self._is_later_segment and (self._prompt_ids_sent or self.earlier)
+        sent_already = self.is_later_segment and (self._prompt_ids_sent or self.earlier)
         return 0 if self._want_ids and not sent_already else _null(holder, "prompt_token_ids")
 
     def relayed(self) -> None:

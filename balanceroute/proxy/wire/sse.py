@@ -137,7 +137,6 @@ class EventScanner:
         "_hide_reasoning",
         "_index",
         "_last_kind",
-        "_earlier_segments",
         "_max_event_bytes",
         "_flushed",
         "_idle_events",
@@ -219,7 +218,6 @@ class EventScanner:
         self._index = part.index
         self._closing_events = part.closing_events
         self._max_event_bytes = max_event_bytes
-        self._earlier_segments = 0
         self._idle_events = 0  # events in a row that brought no token
         self._tokens_before_idle = 0  # tokens when the first of them came
         self._told_tokens = 0  # of the last usage in an event with choices, as the client got it
@@ -273,7 +271,6 @@ class EventScanner:
         self.generated.resume(broken)
         self._text_offsets.begin_segment()
         self._last_kind = self._kind or self._last_kind
-        self._earlier_segments += 1
         self._begin_segment()
         self.matcher.forget()
         self.matcher.between_events = True
@@ -517,7 +514,7 @@ class EventScanner:
             return False
         part.blanked += self.generated.take_ids(choice) + self.generated.take_prompt_ids(choice)
         if kinds := kinds_of(choice):
-            if self._earlier_segments and self._kind is None and not continues(self._last_kind, kinds[0]):
+            if self.generated.is_later_segment and self._kind is None and not continues(self._last_kind, kinds[0]):
                 self.end = StreamEnd.MISPARSED
                 return False
             part.carries = part.shows = True
@@ -597,7 +594,7 @@ class EventScanner:
 
         `told_tokens`: what the client was told last; tokens that were given back must not make a usage fall.
         """
-        if not self._earlier_segments:
+        if not self.generated.is_later_segment:
             return False
         prompt_tokens = self._prompt_tokens
         if prompt_tokens is None:
@@ -614,7 +611,7 @@ class EventScanner:
         for choice in choices:
             delta = choice.get("delta")
             if isinstance(delta, dict) and "role" in delta:
-                if self._earlier_segments and self._role_sent:
+                if self.generated.is_later_segment and self._role_sent:
                     del delta["role"]
                     changed = True
                 else:
