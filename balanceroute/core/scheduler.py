@@ -18,6 +18,8 @@ with the estimated prompt size, allocates its blocks and asks for the KV, and on
 The request is decoding all the while, because it holds a slot and blocks there; the prefill in brackets holds a prefill
 slot beside it and releases it by `pushed`, `push_failed`, `requeue` or `finish`, whichever comes first.
 
+A request with a limit of 0 tokens needs no decode worker: in either order it queues, prefills and finishes.
+
 `finish` is legal in every phase and releases what that phase holds, once; a second one raises InvariantError.
 
 The scheduler moves requests between phases. What a request holds and gives back with a move belongs to others: prefill
@@ -627,8 +629,8 @@ class Scheduler:
         return tracker
 
     def _begin(self, tracker: RequestTracker, now: float) -> None:
-        """Its first phase: the queue or, decode first, the pool."""
-        if self.config.decode_first:
+        """Its first phase: the queue or, decode first, the pool; there it would get a slot that it does not use."""
+        if self.config.decode_first and tracker.max_new_tokens != 0:
             self._pool(tracker, now)
         else:
             self.prefills.enqueue(tracker, self.snapshot)

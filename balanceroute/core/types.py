@@ -106,7 +106,8 @@ class RequestSpec:
 
     Lower `priority` goes first, as in vLLM; it is the router's own, within its bounds. `prompt_key` is the predictor's
     key, never the text. `max_new_tokens` is the client's limit on generated tokens, before and after requeues; None
-    where it set none. `prefix`: chained hashes of the prompt's full blocks of `block_tokens` each (`core.prefix`).
+    where it set none, 0 where it asks for nothing but its prefill. `prefix`: chained hashes of the prompt's full blocks
+    of `block_tokens` each (`core.prefix`).
     """
 
     id: str
@@ -116,6 +117,11 @@ class RequestSpec:
     max_new_tokens: int | None = None
     prefix: Sequence[int] = ()
     block_tokens: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it needs a decode worker."""
+        return self.max_new_tokens != 0
 
     def checked(self) -> "RequestSpec":
         """The request itself. Raises: InputError that names the first value which makes no sense."""

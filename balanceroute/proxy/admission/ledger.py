@@ -87,7 +87,7 @@ class Ledger:
         refused = self.scheduler.submit(spec, self.now())
         if refused is not None:
             self.on_answer(spec.id, refusal(refused.reason, self.view))
-        elif self.scheduler.config.decode_first:
+        elif self.scheduler.config.decode_first and spec.decodes:
             self._pooled(spec.id)
         elif len(self.scheduler.snapshot.queued) == 1:
             self.dispatch()  # at once: prefillers are chosen per request, so nothing is gained by a batch

@@ -9,7 +9,7 @@
     ticket.put_back(), ticket.requeue()   wait again in the pool, or from the first phase on
     ticket.finish(outcome)                leaves, from any phase, once
 
-Decode first (layerwise), a ticket is pooled at once, and between admission and the first token:
+Decode first (layerwise), a ticket is pooled at once if the request decodes, and between admission and the first token:
 
     ticket.request_prefill(), await ticket.prefiller(), ticket.pushed(n) | .push_failed()
 
@@ -88,7 +88,7 @@ class Ticket:
         self.unreported_tokens = 0
         self._answer: Answer | None = None
         self._waiter: asyncio.Future[None] | None = None
-        if tickets.decode_first:
+        if tickets.decode_first and spec.decodes:
             self.phase, self.pooled_s = POOLED, now
         else:
             self.phase = QUEUED

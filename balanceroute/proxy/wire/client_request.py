@@ -158,6 +158,8 @@ class ClientRequest:
     @property
     def effective_limit(self) -> int | None:
         """The most tokens that the request may generate; None: limited by the context only."""
+        if self.scores_only:
+            return 0
         if self.limit is None and self.endpoint == "completions":
             return DEFAULT_COMPLETION_LIMIT
         return self.limit

@@ -3,8 +3,8 @@
 import orjson
 import pytest
 
-from balanceroute.core.types import Outcome, WorkerState
-from balanceroute.errors import NoHealthyWorkers, QueueTimeout
+from balanceroute.core.types import Outcome
+from balanceroute.errors import NoHealthyWorkers
 from balanceroute.proxy.life.scoring import Scoring
 from tests.unit.proxy.life.legs import PROMPT_IDS, Client, a_leg, dispatching, idle, probed
 from tests.unit.proxy.virtual_time import Page, a_config, a_router, let_pass, script, with_virtual_time
@@ -68,50 +68,21 @@ async def test_a_client_that_leaves_ends_a_scoring_request_at_once_without_orpha
 
 
 @with_virtual_time
-async def test_a_decode_first_scoring_request_uses_the_least_busy_prefiller_and_is_a_503_without_one() -> None:
-    config = a_config(2, 1)
-    services = a_router(config.model_validate(config.model_dump() | LAYERWISE))
-    asked = {name: script(services, name, scored()) for name in ("p0", "p1")}
-    services.fleet["p0"].in_use += 1
-    options = {"echo": True, "max_tokens": 0, "logprobs": 1, "stream": False}
-    await a_leg(services, strategy=Scoring, **options).run()
-    assert not asked["p0"].asked and len(asked["p1"].asked) == 1
-    services.fleet["p0"].in_use -= 1
-    for name in asked:
-        services.fleet.set_healthy(services.fleet[name], False)
-    with pytest.raises(NoHealthyWorkers):
-        await a_leg(services, strategy=Scoring, request_id="s", **options).run()
-    assert idle(services)
-
-
-@with_virtual_time
-async def test_a_decode_first_scoring_request_does_not_wait_longer_than_others_for_prefillers_that_rest() -> None:
+async def test_a_decode_first_scoring_request_holds_no_decode_slot_and_is_a_503_without_prefillers() -> None:
     config = a_config(1, 1)
     services = a_router(config.model_validate(config.model_dump() | LAYERWISE))
-    script(services, "p0", 503)
-    began_s, deadline_s = services.tickets.now(), services.config.queue.deadline_s
-    with pytest.raises(QueueTimeout):
-        await a_leg(services, strategy=Scoring, echo=True, max_tokens=0, logprobs=1, stream=False).run()
-    assert deadline_s <= services.tickets.now() - began_s <= deadline_s + 1.0
-    assert idle(services)
-
-
-@with_virtual_time
-async def test_a_decode_first_scoring_request_skips_a_prefiller_that_has_just_left() -> None:
-    config = a_config(2, 1)
-    services = a_router(config.model_validate(config.model_dump() | LAYERWISE))
-    asked = {name: script(services, name, scored()) for name in ("p0", "p1")}
-    services.fleet.forget(services.fleet["p0"])
-    await a_leg(services, strategy=Scoring, echo=True, max_tokens=0, logprobs=1, stream=False).run()
-    assert not asked["p0"].asked and len(asked["p1"].asked) == 1
-
-
-@with_virtual_time
-async def test_a_decode_first_scoring_request_at_a_relay_skips_a_prefiller_that_rests_before_the_view_says_so() -> None:
-    config = a_config(2, 1)
-    services = a_router(config.model_validate(config.model_dump() | LAYERWISE))
-    asked = {name: script(services, name, scored()) for name in ("p0", "p1")}
-    services.fleet["p0"].state = WorkerState.DRAINING
-    assert services.tickets.view().prefillers[0].state is WorkerState.UP
-    await a_leg(services, strategy=Scoring, echo=True, max_tokens=0, logprobs=1, stream=False).run()
-    assert not asked["p0"].asked and len(asked["p1"].asked) == 1
+    p0 = script(services, "p0", None)
+    options = {"echo": True, "max_tokens": 0, "logprobs": 1, "stream": False}
+    async with dispatching(services):
+        leg = a_leg(services, strategy=Scoring, **options)
+        task = services.loop.create_task(leg.run())
+        await until(lambda: p0.under_way)
+        await let_pass(1.0)
+        view = services.tickets.view()
+        assert [decoder.active for decoder in view.decoders] == [0] and not view.pooled
+        leg.abandon()
+        await let_pass(0.1)
+        services.fleet.set_healthy(services.fleet["p0"], False)
+        with pytest.raises(NoHealthyWorkers):
+            await a_leg(services, strategy=Scoring, request_id="s", **options).run()
+    assert task.cancelled() and idle(services)
