@@ -3,6 +3,7 @@
 | what happened | the worker | the request |
 |---|---|---|
 | a worker does not know the model, or the router's key, and another one does | as a 500 | as a 500 |
+| the same, and those that do are out of service | nothing | ends: 503, as the model is not unknown |
 | its engine has no rank of that number | as a 500 | as a 500 |
 | another 4xx except 429 | nothing | ends: the error is the client's |
 | 429, 503 | rests (`circuit.busy`) | tries again, without counting a failure; ends at the queue's deadline |
@@ -53,17 +54,20 @@ from typing import Final
 
 import orjson
 
+from balanceroute.core.types import Role
 from balanceroute.errors import (
     RETRY_AFTER_S,
     BadUpstreamReply,
     BalanceRouteError,
     CannotConnect,
     DecodersLost,
+    NoHealthyWorkers,
     QueueTimeout,
     ReplyTooLarge,
     UpstreamError,
     UpstreamStatus,
 )
+from balanceroute.proxy.admission.decider import NO_WORKERS_RETRY_AFTER_S
 from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.life.errors import DeadlineExceeded, NothingPinned, PromptsDiffer
 from balanceroute.proxy.life.services import LifeServices
@@ -123,7 +127,7 @@ class Retries:
 
         Args: begun: the answer has tokens already, from any worker.
 
-        Raises: `error`, when it was the last try.
+        Raises: `error`, when it was the last try. NoHealthyWorkers: those that serve its model are out of service.
         """
         services, tier = self._services, worker.tier
         if isinstance(error, PromptsDiffer) and error.prefiller:
@@ -133,6 +137,13 @@ class Retries:
         refused = is_refused(error) and not misconfigured
         if refused or isinstance(error, DeadlineExceeded) or (isinstance(error, PromptsDiffer) and not misconfigured):
             circuit.inconclusive()
+            if (
+                refused
+                and _lacks_model(error, self._services)
+                and _serving(self._model, worker.spec.role, self._services)
+            ):
+                text = f"No {tier} worker that serves this model is up; GET /ready says more."
+                raise NoHealthyWorkers(text, retry_after_s=NO_WORKERS_RETRY_AFTER_S) from error
             raise error
         if not isinstance(error, CannotConnect):  # which is this process's own lack
             services.metrics.upstream_errors.inc(worker.id, worker.tier, error.kind)
@@ -159,18 +170,16 @@ class Retries:
         """Whether the worker was started with another model, key or chat template than one that has served this request
         or others of its model, or without the rank.
         """
-        services = self._services
         if isinstance(error, PromptsDiffer):
             return error.elsewhere
         if _lacks_rank(error, worker):
             return True
-        statuses = (404,) if services.config.auth.worker_api_key is None else (401, 403, 404)
-        if not isinstance(error, UpstreamStatus) or error.status not in statuses:
+        if not _lacks_model(error, self._services):
             return False
-        if worker.tier == "decode" and not services.config.decode_first:
+        if worker.tier == "decode" and not self._services.config.decode_first:
             return True
         worker.served_models.discard(self._model)
-        return any(self._model in one.served_models for one in services.fleet.of(worker.spec.role) if one.able)
+        return any(one.able for one in _serving(self._model, worker.spec.role, self._services))
 
     def _blame(self, error: UpstreamError, worker: Worker, now: float, *, misconfigured: bool, last: bool) -> None:
         """Count the failure against the worker, unless its cause may be the request, or this process."""
@@ -355,6 +364,17 @@ class Retries:
         """Release everything: the request is over."""
         self._refusal = None  # an error keeps the frames that it passed
         self.left_worker()
+
+
+def _lacks_model(error: UpstreamError, services: LifeServices) -> bool:
+    """Whether the worker says that it does not know the model, or the router's own key."""
+    statuses = (404,) if services.config.auth.worker_api_key is None else (401, 403, 404)
+    return isinstance(error, UpstreamStatus) and error.status in statuses
+
+
+def _serving(model: str | None, role: Role, services: LifeServices) -> list[Worker]:
+    """The workers that have served the model, in service or not."""
+    return [one for one in services.fleet.of(role) if model in one.served_models]
 
 
 def _lacks_rank(error: UpstreamError, worker: Worker) -> bool:

@@ -13,6 +13,7 @@ from balanceroute.errors import (
     ConnectFailed,
     ConnectionLost,
     DecodersLost,
+    NoHealthyWorkers,
     QueueTimeout,
     ReplyTooLarge,
     UpstreamError,
@@ -148,9 +149,11 @@ async def test_a_worker_that_serves_no_more_is_no_witness_against_another() -> N
     known, other = services.fleet["p0"], services.fleet["p1"]
     known.has_served("m")
     known.circuit.open(services.tickets.now(), "status 500")
-    with pytest.raises(UpstreamStatus):
+    with pytest.raises(NoHealthyWorkers, match="that serves this model"):  # "not found" would be final
         Retries(services, "r", None, "m").judge(a_status(404, tier="prefill"), other, begun=False)
     assert not other.circuit.doubtful
+    with pytest.raises(UpstreamStatus):
+        Retries(services, "r", None, "typo").judge(a_status(404, tier="prefill"), other, begun=False)
 
 
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
