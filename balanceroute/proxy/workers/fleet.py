@@ -56,6 +56,7 @@ class Worker:
     """
 
     __slots__ = (
+        "alive_check",
         "answered_s",
         "apart_at",
         "awaited",
@@ -99,6 +100,7 @@ class Worker:
         self.seen_healthy = False
         self.health_answer: int | str = ""  # of the last failed check: a status, or why there was none
         self.checks_failed = 0  # health checks in a row
+        self.alive_check: asyncio.Task[bool] | None = None  # the last one outside the regular checks
         self.unreached = 0  # reads of a prefiller's metrics that failed in a row
         self.doubted = False  # the last check had no answer: no new requests until the next one
         self.stalled = False

@@ -1,5 +1,6 @@
 """A single check of a worker's /health, outside the regular ones."""
 
+import asyncio
 from typing import Final
 
 from balanceroute.errors import UpstreamError
@@ -10,7 +11,17 @@ _LIMIT: Final = 2**20
 
 
 async def is_alive(worker: Worker, timeout_s: float) -> bool:
-    """Whether its /health answers within `timeout_s`, without a 5xx; also True if the fault may be the router's."""
+    """Whether its /health answers within `timeout_s`, without a 5xx; also True if the fault may be the router's.
+
+    All who ask while a check is under way share it: thousands of streams of a worker that dies ask at once.
+    """
+    check = worker.alive_check
+    if check is None or check.done():
+        check = worker.alive_check = asyncio.get_running_loop().create_task(_is_alive(worker, timeout_s))
+    return await asyncio.shield(check)
+
+
+async def _is_alive(worker: Worker, timeout_s: float) -> bool:
     try:
         status = await answer_of(health_status(worker, timeout_s), timeout_s)
     except Silent as silence:

@@ -43,6 +43,19 @@ async def test_a_worker_that_answers_in_time_with_200_or_404_is_alive(answer: An
 
 
 @with_virtual_time
+async def test_all_who_ask_at_the_same_time_share_one_check() -> None:
+    services = a_router()
+    upstream = script(services, "d0", ConnectFailed("refused", worker="d0", tier="decode"), 200)
+    asking = [asyncio.ensure_future(is_alive(services.fleet["d0"], 2.0)) for _ in range(3)]
+    await asyncio.sleep(0)
+    asking.pop().cancel()  # the others' check goes on
+    assert await asyncio.gather(*asking) == [False, False]
+    assert len(upstream.asked) == 1
+    assert await is_alive(services.fleet["d0"], 2.0)
+    assert len(upstream.asked) == 2
+
+
+@with_virtual_time
 async def test_a_caller_may_cancel_its_question() -> None:
     services = a_router()
     script(services, "d0", None)
