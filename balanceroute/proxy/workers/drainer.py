@@ -14,6 +14,7 @@ until the connector drops it.
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ TIMEOUT_S: Final = 20.0  # for a pull and one step, behind a full decoder's queu
 PAUSE_S: Final = 0.5  # pause after all workers have refused; doubled after each further round
 MAX_PAUSE_S: Final = 4.0
 SAFE_SHARE: Final = 0.8  # usable share of the connector's timeout; the rest is for the transfer and differing clocks
+LOOK_S: Final = 0.1  # between two looks at all workers, which take milliseconds; drains come by the thousand
 _REPLY_LIMIT: Final = 64 * 2**20  # bytes; a reply repeats the prompt's ids
 
 
@@ -75,6 +77,8 @@ class Drainer:
         self.elsewhere = 0
         self._queue: deque[Drain] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._by_room: list[Worker] = []
+        self._looked_s = -math.inf
 
     @property
     def pending(self) -> int:
@@ -186,16 +190,27 @@ class Drainer:
         return pin_s - (self._tickets.now() - job.pinned_s)
 
     def _choose(self, tried: set[str]) -> Worker | None:
-        """The untried decode worker with the most free slots; one that rests after a failure only if no other is up.
+        """The untried decode worker with the most free slots; one that rests after a failure only if no other is up."""
+        resting: Worker | None = None
+        for worker in self._decoders():
+            if worker.id in tried or worker.state is WorkerState.DOWN or not self._fleet.has(worker):
+                continue
+            if _serves(worker):
+                return worker
+            resting = resting or worker
+        return resting
+
+    def _decoders(self) -> list[Worker]:
+        """The decode workers as they were `LOOK_S` ago at most, those with the most free slots first.
 
         A relay hears of states, and that a worker has left, before it gets the view with them.
         """
-        fleet = self._fleet
-        here = [worker for worker in self._tickets.view().decoders if worker.id in fleet and worker.id not in tried]
-        left = [worker for worker in here if fleet[worker.id].state is not WorkerState.DOWN]
-        if not left:
-            return None
-        return fleet[max(left, key=lambda w: (_serves(fleet[w.id]), w.free_slots, -w.load_tokens)).id]
+        now, fleet = self._tickets.now(), self._fleet
+        if now - self._looked_s >= LOOK_S:
+            views = [view for view in self._tickets.view().decoders if view.id in fleet]
+            views.sort(key=lambda view: (-view.free_slots, view.load_tokens))
+            self._looked_s, self._by_room = now, [fleet[view.id] for view in views]
+        return self._by_room
 
     async def _pull(self, job: Drain, worker: Worker, left_s: float) -> bool | None:
         """Whether the worker pulled the KV; None when it refused before its engine saw the request."""

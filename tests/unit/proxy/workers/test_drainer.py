@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,11 +11,12 @@ import orjson
 import pytest
 
 from balanceroute.core.types import Role, WorkerState
+from balanceroute.core.view import ClusterView
 from balanceroute.errors import BadUpstreamReply, CannotConnect, ConnectFailed
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.workers import pins
-from balanceroute.proxy.workers.drainer import MAX_CONCURRENT, SAFE_SHARE, TIMEOUT_S, Drain, DrainGroup
+from balanceroute.proxy.workers.drainer import LOOK_S, MAX_CONCURRENT, SAFE_SHARE, TIMEOUT_S, Drain, DrainGroup
 from balanceroute.proxy.workers.pins import PinRecord
 from balanceroute.proxy.workers.relay_fleet import ReportedCircuit
 from tests.unit.proxy.virtual_time import (
@@ -379,3 +381,20 @@ async def test_drains_that_are_not_finished_at_the_end_are_left_to_the_next_rout
     await services.drainer.close()
     record.close()
     assert len(PinRecord(tmp_path / "pins").left) == 2
+
+
+@with_virtual_time
+async def test_many_drains_look_at_the_cluster_once_in_a_while_and_not_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    services, looks = a_router(), list[float]()
+    view = services.tickets.view
+
+    def counted() -> ClusterView:
+        looks.append(services.tickets.now())
+        return view()
+
+    monkeypatch.setattr(services.tickets, "view", counted)
+    for _ in range(50):
+        services.drainer.drain(a_job(services))
+    await drained(services)
+    assert outcomes(services) == (50, 0, 0)
+    assert all(later - earlier >= LOOK_S for earlier, later in pairwise(looks)) and len(looks) < 5
