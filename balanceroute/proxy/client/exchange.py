@@ -350,7 +350,7 @@ class Exchange:
             return  # the connection also closes after the last byte
         self._gone = True
         for leg in legs:
-            leg.abandon()
+            self._services.abandoned.add(leg)
 
     def _leave_key(self) -> None:
         """Tell the key that the request is over, once: it may send another one."""

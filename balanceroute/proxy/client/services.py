@@ -5,11 +5,14 @@ import logging
 from dataclasses import dataclass, field
 
 from balanceroute.errors import Draining
+from balanceroute.proxy.admission.decider import MOST_ENDED
 from balanceroute.proxy.admission.forecasts import Keys
+from balanceroute.proxy.life.leg import Leg
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.tls import Tls
+from balanceroute.proxy.telemetry.turns import over_turns
 
 log = logging.getLogger(__name__)
 
@@ -52,5 +55,8 @@ class ClientServices(LifeServices):
 
     def abort_all(self) -> None:
         """End every request now: the clients get a 503, or an error event and an unclean end."""
-        for leg in list(self.legs):
-            leg.interrupt(Draining("The router is shutting down."))
+        over_turns(self.loop, list(self.legs), _shut_down, MOST_ENDED)
+
+
+def _shut_down(leg: Leg) -> None:
+    leg.interrupt(Draining("The router is shutting down."))

@@ -258,8 +258,10 @@ class Retries:
         if sign is Sign.NONE:
             return
         services = self._services
-        if sign is Sign.MAYBE and await is_alive(worker, services.config.health.timeout_s):
-            return
+        if sign is Sign.MAYBE:
+            await services.lost.passed()
+            if await is_alive(worker, services.config.health.timeout_s):
+                return
         suspect = self._suspect = self._suspect or Suspect(self._choices)
         now = services.tickets.now()
         if midway:

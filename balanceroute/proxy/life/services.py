@@ -8,11 +8,13 @@ from typing import Any
 from balanceroute.build import scheduler_config
 from balanceroute.config import Config
 from balanceroute.core.scheduler_config import SchedulerConfig
+from balanceroute.proxy.admission.decider import MOST_ENDED
 from balanceroute.proxy.admission.prompt_estimates import PromptEstimates
 from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.life.suspicion import Suspicions
 from balanceroute.proxy.telemetry.conditions import CONNECTOR
 from balanceroute.proxy.telemetry.metrics import Metrics
+from balanceroute.proxy.telemetry.turns import Gate, Spread
 from balanceroute.proxy.wire.connectors import Callbacks
 from balanceroute.proxy.wire.prompt_blocks import PromptBlocks
 from balanceroute.proxy.workers.connector_check import note_connector, shortened
@@ -37,6 +39,8 @@ class LifeServices:
     prompt_blocks: PromptBlocks = field(default_factory=PromptBlocks)
     suspicions: Suspicions = field(default_factory=Suspicions)
     legs: set[Any] = field(default_factory=set)  # every `Leg` that runs; its module imports this one
+    abandoned: Spread[Any] = field(default_factory=lambda: Spread(_abandon, MOST_ENDED))  # legs whose clients have left
+    lost: Gate = field(default_factory=lambda: Gate(MOST_ENDED))  # for legs whose connections broke
     attention: Attention = field(default_factory=Attention)
     frozen: list[FrozenGroup] = field(default_factory=list)  # groups of workers that fell silent together
     last_look_s: float = -math.inf  # the reaper's last look; bytes that came before have been read
@@ -101,3 +105,7 @@ class LifeServices:
         """Tell operators why a worker whose connector is not known may have another than the configured one."""
         if worker.kv_connector is None:
             self.metrics.conditions.hold(CONNECTOR, worker.id, reason)
+
+
+def _abandon(leg: Any) -> None:
+    leg.abandon()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from balanceroute.proxy.telemetry.turns import in_turns, over_turns
+from balanceroute.proxy.telemetry.turns import Gate, Spread, in_turns, over_turns
 from tests.unit.proxy.virtual_time import with_virtual_time
 
 pytestmark = pytest.mark.anyio
@@ -37,3 +37,41 @@ async def test_others_run_between_the_parts_of_a_long_loop() -> None:
         done += [item]
     assert done == list(range(10)) and {4, 8} <= set(seen) <= {0, 4, 8}
     await running
+
+
+@with_virtual_time
+async def test_what_comes_at_once_is_spread_over_turns_in_its_order() -> None:
+    done: list[int] = []
+
+    def act(item: int) -> None:
+        done.append(item)
+        if item == 9:
+            spread.add(10)
+
+    spread = Spread(act, 4)
+    for item in range(10):
+        spread.add(item)
+    counts = []
+    while len(done) < 11:
+        counts.append(len(done))
+        await asyncio.sleep(0)
+    assert counts == [0, 4, 8, 10] and done == list(range(11))
+
+
+@with_virtual_time
+async def test_a_bounded_number_of_tasks_passes_a_gate_in_a_turn() -> None:
+    gate, passed = Gate(4), list[int]()
+
+    async def one(number: int) -> None:
+        await gate.passed()
+        passed.append(number)
+
+    tasks = [asyncio.ensure_future(one(number)) for number in range(10)]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    before = 0
+    while len(passed) < 9:
+        await asyncio.sleep(0)
+        assert len(passed) - before <= 4
+        before = len(passed)
+    assert passed == [0, *range(2, 10)]
