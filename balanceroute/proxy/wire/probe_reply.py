@@ -4,24 +4,27 @@ from array import array
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import orjson
 
 from balanceroute.errors import NoCompletion
 from balanceroute.proxy.wire.bounds import (
     ABORT,
-    MAX_NODES,
     MAX_NODES_UNASKED,
     MAX_PARAMS_BYTES,
     MAX_PROMPT_DETAILS_BYTES,
     aborted,
     check_size,
+    check_whole,
     checked_choice,
     checked_usage,
     token_count,
 )
 from balanceroute.proxy.wire.usage import prompt_details_of
 
-_LONG: Final = ("prompt_logprobs", "prompt_token_ids", "top_logprobs")
+_LONG: Final = ("prompt_logprobs", "top_logprobs")  # lists that are not read
+_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_choices: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 
 
 @dataclass(slots=True)
@@ -49,9 +52,12 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
     Raises: ReplyTooLarge; NoCompletion; BadUpstreamReply: its engine has aborted it. Null `kv_transfer_params` are no
     error here; the caller retries.
     """
-    check_size(body, worker, "prefill", MAX_NODES if keep else MAX_NODES_UNASKED)
+    if keep:
+        check_whole(body, worker, "prefill")
+    else:
+        check_size(body, worker, "prefill", MAX_NODES_UNASKED)
     try:
-        reply = orjson.loads(body)
+        reply = _opened(body) if keep else orjson.loads(body)
         usage = checked_usage(reply.get("usage"))
         details = _checked_details(usage)
         choice = checked_choice(reply["choices"][0])
@@ -63,8 +69,9 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
             prompt_tokens = token_count(len(ids) if ids else 0, "prompt_token_ids")
         pinned = _checked_params(reply.get("kv_transfer_params"))
         if keep:
-            for holder in (reply, choice, choice.get("logprobs") or {}):
-                _keep_as_json(holder)
+            for holder in (reply, choice):
+                if isinstance(told_ids := holder.get("prompt_token_ids"), list):
+                    holder["prompt_token_ids"] = orjson.Fragment(orjson.dumps(told_ids))
             orjson.dumps(reply)  # checked now: if it can't be serialised, another prefiller may still be asked
         told = array("I", ids) if ids else None
         return PrefillResult(
@@ -77,7 +84,7 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
             reply_id=reply.get("id"),
             prompt_details=details,
         )
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as exc:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as exc:
         raise NoCompletion(
             f"the prefiller's reply is not a completion ({type(exc).__name__}: {exc})",
             worker=worker,
@@ -101,8 +108,31 @@ def _checked_params(params: object) -> bytes | None:
     return pinned
 
 
-def _keep_as_json(holder: dict[str, Any]) -> None:
-    """Keep long lists as JSON until the decoder has answered: 20 logprobs of each token take 8 kB as values."""
-    for name in _LONG:
-        if isinstance(value := holder.get(name), list):
-            holder[name] = orjson.Fragment(orjson.dumps(value))
+def _opened(body: bytes) -> dict[str, Any]:
+    """The values of an answer, but for its long lists, which stay JSON until the decoder has answered: 20 logprobs of
+    each token take 8 kB as values, and those of 9,000 tokens stopped the event loop for half a second.
+
+    Raises: ValueError, KeyError: it is no answer.
+    """
+    body.decode()  # of what stays JSON nobody else checks it
+    fields = _fields.decode(body)
+    choices = _choices.decode(fields["choices"])
+    fields["choices"] = msgspec.Raw(b"[]")  # each is read by itself
+    reply = _without_long(fields)
+    reply["choices"] = [_without_long(choice) for choice in choices]
+    return reply
+
+
+def _without_long(fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, raw in fields.items():
+        text = bytes(raw)
+        if name in _LONG and text[:1] == b"[":
+            if b"\n" in text or b"\r" in text:  # between values; an event ends there
+                text = text.translate(None, b"\r\n")
+            values[name] = orjson.Fragment(text)
+        elif name == "logprobs" and text[:1] == b"{":
+            values[name] = _without_long(_fields.decode(text))
+        else:
+            values[name] = orjson.loads(text)
+    return values

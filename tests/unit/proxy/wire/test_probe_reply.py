@@ -1,12 +1,13 @@
 """What prefillers answer to probes, recorded and broken."""
 
 import tracemalloc
+from array import array
 from typing import Any
 
 import orjson
 import pytest
 
-from balanceroute.errors import BadUpstreamReply, ReplyTooLarge
+from balanceroute.errors import BadUpstreamReply, NoCompletion, ReplyTooLarge
 from balanceroute.proxy.wire.bounds import MAX_COMMAS, MAX_NODES_UNASKED, MAX_PARAMS_BYTES
 from balanceroute.proxy.wire.probe_reply import parse_probe_reply
 from tests.unit.proxy.captures import body_of, capture_files
@@ -111,3 +112,34 @@ def test_a_kept_reply_takes_little_more_memory_than_its_json() -> None:
             tracemalloc.stop()
         assert kept.prompt_token_ids is not None and kept.prompt_token_ids.tolist() == ids
         assert orjson.dumps(kept.reply) == body
+
+
+def test_a_long_list_stays_as_the_prefiller_wrote_it_but_on_one_line() -> None:
+    body = b"""{"choices": [{"text": "ab", "logprobs": {"tokens": ["a"], "top_logprobs": [null,\r\n {"a": -1e0}]},
+        "prompt_logprobs": [null,\n {"7": {"logprob": -0.50}}], "prompt_token_ids": [5, 7]}],
+        "prompt_logprobs": null, "usage": {"prompt_tokens": 2}}"""
+    result = parse_probe_reply(body, worker="p0", keep=True)
+    assert result.reply is not None and result.prompt_token_ids == array("I", [5, 7])
+    choice = result.reply["choices"][0]
+    assert choice["logprobs"]["tokens"] == ["a"] and result.reply["prompt_logprobs"] is None
+    assert orjson.dumps(choice["logprobs"]["top_logprobs"]) == b'[null, {"a": -1e0}]'
+    assert orjson.dumps(choice["prompt_logprobs"]) == b'[null, {"7": {"logprob": -0.50}}]'
+    assert orjson.dumps(choice["prompt_token_ids"]) == b"[5,7]"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[]",
+        b'{"choices": {}}',
+        b'{"choices": []}',
+        b'{"choices": [1]}',
+        b'{"choices": [{"prompt_logprobs": [}]}',
+        b'{"choices": [{"prompt_logprobs": ["\xff"]}]}',
+        b'{"choices": [{"logprobs": {"top_logprobs": [1}}]}',
+        b'{"choices": [{}], "more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+)
+def test_what_is_no_answer_is_none_also_where_the_long_lists_are_not_read(body: bytes) -> None:
+    with pytest.raises(NoCompletion):
+        parse_probe_reply(body, worker="p0", keep=True)
