@@ -109,8 +109,9 @@ class Changes(msgspec.Struct, frozen=True):
         for spec in self.workers:
             if spec.id not in fleet:
                 fleet.leave(fleet.restore(spec))
+        down = set(self.down)
         for worker in fleet:
-            if worker.id in self.down:
+            if worker.id in down:
                 fleet.set_healthy(worker, False)
 
 
