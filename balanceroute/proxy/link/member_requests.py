@@ -10,7 +10,9 @@ from balanceroute.proxy.admission.decider import Answer, Refusal
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.link.members import Member, MemberTicket
 from balanceroute.proxy.link.messages import (
+    Asking,
     Began,
+    Call,
     Chosen,
     Finish,
     Held,
@@ -23,10 +25,7 @@ from balanceroute.proxy.link.messages import (
     PutBack,
     Refused,
     RequestPrefill,
-    Requeue,
 )
-
-Call = Prefilled | PrefillFailed | RequestPrefill | Pushed | PushFailed | PutBack | Requeue | Finish | Began
 
 
 class MemberRequests:
@@ -94,19 +93,17 @@ class MemberRequests:
         if ticket is None:
             return  # the call has crossed the ticket's refusal
         ledger, request_id = self._ledger, ticket.request_id
+        if isinstance(message, Asking):
+            ticket.turn += 1
         if isinstance(message, Began):
             ledger.began(request_id, message.age_s)
-            return
-        if isinstance(message, Finish):
+        elif isinstance(message, Finish):
             self._advance(ticket, message.tokens)
             self._forget(member, message.ticket, request_id)
             ledger.finish(request_id, message.outcome, message.reason, message.age_s)
-            return
-        if isinstance(message, Pushed):
+        elif isinstance(message, Pushed):
             ledger.pushed(request_id, message.prompt_tokens, message.cached_tokens)
-            return
-        ticket.turn += 1
-        if isinstance(message, Prefilled):
+        elif isinstance(message, Prefilled):
             ledger.prefilled(request_id, message.prompt_tokens, message.cached_tokens)
         elif isinstance(message, PrefillFailed):
             ledger.prefill_failed(request_id)

@@ -419,24 +419,9 @@ class ConnectorDoubted(Message, frozen=True, tag=46):
 
 
 Report = Judged | Activity | Counted | Learned | CacheDoubted | ConnectorDoubted
-FromRelay = (
-    Hello
-    | Beat
-    | Farewell
-    | Submit
-    | Prefilled
-    | PrefillFailed
-    | RequestPrefill
-    | Pushed
-    | PushFailed
-    | Progress
-    | PutBack
-    | Requeue
-    | Finish
-    | Began
-    | Explained
-    | Report
-)
+Asking = Prefilled | PrefillFailed | RequestPrefill | PushFailed | PutBack | Requeue  # each begins another `turn`
+Call = Asking | Pushed | Finish | Began
+FromRelay = Hello | Beat | Farewell | Submit | Progress | Call | Explained | Report
 FromBrain = (
     Welcome | Farewell | Beat | Chosen | Refused | Seen | Workers | Silent | KeysElsewhere | PromptKeys | Explained
 )

@@ -39,6 +39,7 @@ from balanceroute.proxy.link.messages import (
     SILENT_S,
     SOON_S,
     VERSION,
+    Asking,
     Beat,
     Began,
     Chosen,
@@ -252,7 +253,7 @@ class RemoteBrain:
         """Send the brain a report, mostly on workers; dropped while there is no brain."""
         self._send(message)
 
-    def _ask(self, request_id: str, message: Callable[[int], FromRelay]) -> None:
+    def _ask(self, request_id: str, message: Callable[[int], Asking]) -> None:
         """Send a call that will be answered, unless the ticket is void. `message`: by the ticket's number."""
         entry = self._open.get(request_id)
         if entry is not None:
@@ -510,7 +511,7 @@ class RemoteBrain:
                 raise LinkError("the brain has sent a message before its Welcome")
             elif isinstance(message, Chosen):
                 request_id = self._ids.get(message.ticket)
-                if request_id is not None and self._open[request_id].turn == message.turn:
+                if request_id is not None and self._open[request_id].turn == message.turn:  # no later call
                     self.on_answer(request_id, message.worker)
             elif isinstance(message, Refused):
                 request_id = self._ids.get(message.ticket)
