@@ -208,7 +208,7 @@ def _connect_hub(app: BrainApp, relays: Collection[str], generation: int) -> Lea
     services.metrics.beside = partial(_counts_of_relays, folder, counted, hub, reports)
     services.metrics.before_page = partial(_store_shown_counts, counted)
     services.metrics.processes = all_processes
-    services.fleet.on_leave, services.fleet.on_change = left, hub.workers_changed
+    services.fleet.on_leave, services.fleet.on_change = left, hub.news.workers_changed
     return counted
 
 

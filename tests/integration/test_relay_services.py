@@ -321,7 +321,7 @@ async def test_a_prefiller_that_cannot_push_costs_its_request_and_no_connection_
         assert "are of nixl" in conditions.reasons[0]
         router.brain.services.fleet[name].kv_connector = "nixl"  # as at a brain that is to have it, after a takeover
         services.metrics.conditions.forget(name)
-        router.brain.hub.workers_changed()
+        router.brain.hub.news.workers_changed()
         await until(lambda: bool(services.metrics.conditions.reasons))
         services.brain.report(Learned(name, None))  # whatever is said later is heard over the same connection
         await until(lambda: conditions.reasons == [])

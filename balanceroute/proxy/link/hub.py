@@ -1,4 +1,4 @@
-"""The brain's end of the link: relays join it as members; it passes their calls on, and tells them of workers.
+"""The brain's end of the link: relays join it as members; it passes their calls on, and tells them the news (`news`).
 
 A relay is a member from its Hello to the end of its connection. When the connection ends, all requests of the member
 are released at once. The kernel closes the socket of a process that died. A relay that still runs joins again with the
@@ -55,16 +55,12 @@ from balanceroute.proxy.link.messages import (
     Progress,
     PromptKeys,
     Report,
-    Seen,
-    Silent,
-    SilentGroup,
     Submit,
     Welcome,
-    Workers,
-    WorkerStanding,
     read_from_relay,
     table_of,
 )
+from balanceroute.proxy.link.news import Judgement, News
 from balanceroute.proxy.link.reach import TRY_S
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.telemetry.ticks import Looks, until_tick_s
@@ -89,8 +85,8 @@ class Patience:
     silent_s: float = SILENT_S  # between two messages of a member
 
 
-class Reports(Protocol):
-    """Takes relays' reports on workers, and gives the state of each worker: `workers/relay_reports.py`."""
+class Reports(Judgement, Protocol):
+    """Takes relays' reports on workers, by which these are judged, too: `workers/relay_reports.py`."""
 
     def take(self, relay: str, report: Report) -> None:
         """Take a report of a relay. Raises: ValueError: it contains what cannot be."""
@@ -100,12 +96,6 @@ class Reports(Protocol):
 
     def lost(self, relay: str) -> None:
         """A relay is gone, with all its requests."""
-
-    def standings(self) -> dict[str, WorkerStanding]:
-        """The present state of all workers, by id."""
-
-    def silent(self) -> tuple[SilentGroup, ...]:
-        """The groups of workers that fell silent together."""
 
 
 class Hub:
@@ -140,18 +130,13 @@ class Hub:
         self._dismissed = self._closing = False
         self._refused: set[str] = set()  # reasons for refusing a relay that have been logged
         self._reports, self._block_seed = reports, block_seed()
-        self._prompt_keys, self._keys_sent = prompt_keys, prompt_keys()
-        self._standings: dict[str, WorkerStanding] = {}  # as last sent to members
-        self._judged: set[str] = set()  # workers of which members have assumed a change since then
-        self._silent: tuple[str, ...] = ()
-        self._send_scheduled = False  # whether `send_workers` is about to run
         self._ledger, self._loop, self.epoch = ledger, loop, epoch
         self._on_superseded, self._on_bug = on_superseded, on_bug
         self.members: dict[str, Member] = {}  # by the name of the relay
+        self.news = News(ledger, reports, self.members, loop, prompt_keys)
         self._connections: dict[Frames[FromBrain], Member | None] = {}  # None: no Hello yet
         self.requests = MemberRequests(ledger)
         self._n_joined = 0
-        self._seen: Seen | None = None  # as last sent to all members
         self._server: asyncio.Server | None = None
         self.looks = Looks()
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -248,7 +233,7 @@ class Hub:
         if before is not None:
             self._release(before)
             before.frames.abort("the relay has joined anew")
-        self.send_workers()  # only changes; the new member gets all workers after its Welcome
+        self.news.send_workers()  # only changes; the new member gets all workers after its Welcome
         self._n_joined += 1
         member = self.members[hello.relay] = Member(self._n_joined, hello.relay, hello.process, frames)
         self._connections[frames] = member
@@ -260,10 +245,7 @@ class Hub:
         log.info("relay joined", extra=fields)
         reads_tokens = member.counts is not None
         frames.send(Welcome(VERSION, self.epoch, member.number, void, self._block_seed, reads_tokens))
-        frames.send(self._keys_sent)
-        frames.send(Workers(tuple(self._standings.values()), ()))
-        frames.send(Silent(self._reports.silent()))
-        frames.send(Seen(self._ledger.view(), len(self.members)))
+        self.news.welcome(frames)
         self._awaited.discard(hello.relay)
         self._keep_far(hello.relay)
         if not self._awaited and (self._far is None or self._far.known):
@@ -362,25 +344,6 @@ class Hub:
         self._reports.lost(member.relay)
         self._send_keys(member, ())
 
-    # -- workers
-
-    def send_workers(self) -> None:
-        """Send members the changes of workers now, and the workers that they have judged."""
-        self._send_scheduled = False
-        standings, known = self._reports.standings(), self._standings
-        changed = tuple(each for name, each in standings.items() if known.get(name) != each or name in self._judged)
-        gone = tuple(name for name in known if name not in standings)
-        self._standings = standings
-        self._judged.clear()
-        if changed or gone:
-            self._send_all(Workers(changed, gone))
-
-    def workers_changed(self) -> None:
-        """Send members the changes of workers at the end of this turn of the loop."""
-        if not self._send_scheduled:
-            self._send_scheduled = True
-            self._loop.call_soon(self.send_workers)
-
     def _send_keys(self, member: Member, keys: tuple[KeyUse, ...]) -> None:
         """Send the key use of this member's clients to the other members, if it may have changed.
 
@@ -394,36 +357,20 @@ class Hub:
             if table_of(other.relay) != table_of(member.relay):
                 other.frames.send(KeysElsewhere(member.relay, keys))
 
-    def _send_all(self, message: FromBrain) -> None:
-        for member in self.members.values():
-            member.frames.send(message)
-
     def _look(self) -> None:
-        """Send members what has changed: workers, the view of the cluster, keys of prompts. Drop silent members."""
+        """Send members the news, or a sign of life. Drop silent members."""
         now, silent_s = self._loop.time(), self.patience.silent_s
         self._timers["look"] = self._loop.call_later(until_tick_s(now, LOOK_S), self._look)  # first: the rest may fail
-        self._ledger.settle()
-        seen = Seen(self._ledger.view(), len(self.members))
-        self.send_workers()
-        silent = self._reports.silent()
-        if (names := tuple(group.name for group in silent)) != self._silent:
-            self._silent = names
-            self._send_all(Silent(silent))
-        if (prompt_keys := self._prompt_keys()) != self._keys_sent:
-            self._keys_sent = prompt_keys
-            self._send_all(prompt_keys)
+        told = self.news.look()
         stood_still = self.looks.stood_still(now, LOOK_S + silent_s / 2)
         for member in list(self.members.values()):
             frames = member.frames
             if stood_still:
                 frames.received_s = now
-            if seen != self._seen:
-                frames.send(seen)
-            elif now - frames.sent_s > BEAT_S:
+            if not told and now - frames.sent_s > BEAT_S:
                 frames.send(Beat())
             if now - frames.received_s > silent_s:
                 frames.abort("it is silent")
-        self._seen = seen
 
     # -- calls and answers
 
@@ -437,7 +384,7 @@ class Hub:
             elif isinstance(message, Report):
                 self._reports.take(member.relay, message)
                 if isinstance(message, Judged):
-                    self._judged.add(message.worker)  # sent again, also if all is as it was before
+                    self.news.judged.add(message.worker)  # sent again, also if all is as it was before
                 elif isinstance(message, Activity):
                     self._send_keys(member, message.keys)
             elif isinstance(message, Explained):

@@ -72,7 +72,7 @@ class Brain:
         self.hub = Hub(
             self.ledger, reports, loop, epoch, relays, self._superseded, self.bugs.append, far=far, patience=patience
         )
-        self.fleet.on_change = self.hub.workers_changed
+        self.fleet.on_change = self.hub.news.workers_changed
         self._tasks = [loop.create_task(self._decide())]
 
     def _superseded(self, epoch: int) -> int | None:
