@@ -31,7 +31,7 @@ from balanceroute.proxy.parent.trial import WITHIN_S
 from balanceroute.proxy.perimeter.key_table import KeyTable, RelayRows
 from balanceroute.proxy.perimeter.perimeter import Perimeter, warn_of_exposures
 from balanceroute.proxy.relay import RelaySetup, run_relay
-from balanceroute.proxy.run_folder.changes import KeptChanges
+from balanceroute.proxy.run_folder.changes import saved_changes
 from balanceroute.proxy.run_folder.folder import RunFolder, run_folder
 from balanceroute.proxy.run_folder.kept_counts import KeptCounts
 from balanceroute.proxy.run_folder.relay_locks import RelayLocks, relay_name
@@ -195,7 +195,7 @@ class Processes:
 
         Raises: ConfigError, InputError.
         """
-        changes = KeptChanges(self._folder.changes, self.lineage).last
+        changes = saved_changes(self._folder.changes, self.lineage)
         check_workers(changes.in_use(self.config), self.config, new)
         check_added(changes.added, self.config, new)
         try:
@@ -348,7 +348,7 @@ def _predecessor(config: Config) -> Predecessor | None:
                 "connector: cannot change to or from mooncake_layerwise with --take-over; stop the router that runs "
                 "first"
             )
-        check_taken_over(KeptChanges(folder.changes, found.state.lineage).last.workers, config)
+        check_taken_over(saved_changes(folder.changes, found.state.lineage).workers, config)
     except ConfigError:
         found.close()
         raise

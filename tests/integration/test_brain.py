@@ -22,7 +22,7 @@ from balanceroute.proxy.ops import forwarding, to_brain
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.perimeter.routes import ACCESS
 from balanceroute.proxy.run_folder import kept_counts
-from balanceroute.proxy.run_folder.changes import Changes, KeptChanges
+from balanceroute.proxy.run_folder.changes import Changes, saved_changes
 from balanceroute.proxy.run_folder.kept_counts import LEADER, KeptCounts
 from balanceroute.proxy.workers.circuit import CircuitState
 from tests.integration.relayed import SLOW, Relay, a_brain, a_relay, answered, relayed
@@ -195,7 +195,7 @@ async def test_the_next_brain_knows_what_operators_have_changed() -> None:
             assert states(relay)[drained] is WorkerState.DRAINING and brain.services.fleet[drained].drained
             await until(lambda: taken not in states(relay) and added not in states(relay))
             assert brain.services.config.routing.policy == "random"
-        assert KeptChanges(router.folder.changes, 4711).last == Changes(4711)  # of another life of the router
+        assert saved_changes(router.folder.changes, 4711) == Changes(4711)  # of another life of the router
 
 
 @pytest.mark.parametrize("taken_out_by", ["an operator", "an operator, after it was added by hand", "a configuration"])

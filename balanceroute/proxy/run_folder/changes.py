@@ -147,32 +147,36 @@ def changes_of(
     )
 
 
+def saved_changes(path: Path, lineage: int) -> Changes:
+    """The changes that a brain of this lineage has left in the file; none where it can't be read."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Changes)
+        for spec in (*found.added, *found.workers):
+            _check(spec)
+        if found.lineage == lineage:
+            return found
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("saved changes of operators cannot be read", extra={"file": str(path), "error": str(error)})
+    return Changes(lineage)
+
+
 class KeptChanges:
     """The file of one run folder. `last`: its contents. `number`: of the configuration in force."""
 
-    def __init__(self, path: Path, lineage: int, lead: Lead | None = None, number: int = 0) -> None:
+    def __init__(self, path: Path, lineage: int, lead: Lead, number: int) -> None:
         """Read the file of an earlier brain of the lineage, without what a later reload, or a brain of another run
-        folder, has undone. `lead`: only the leader writes the file; None: it is only read.
+        folder, has undone. `lead`: only the leader writes the file.
         """
         self._path, self._lineage, self._lead, self.number = path, lineage, lead, number
         self._trouble = Trouble(
             log, "operators' changes cannot be saved for the next brain", "operators' changes are saved again"
         )
-        self.last = Changes(lineage)
         self._base: Config | None = None
         self._configured: list[WorkerSpec] = []  # the workers of `_base`: kept, as they are looked at so often
-        try:
-            found = msgspec.json.decode(path.read_bytes(), type=Changes)
-            for spec in (*found.added, *found.workers):
-                _check(spec)
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, RecursionError) as error:
-            log.warning("saved changes of operators cannot be read", extra={"file": str(path), "error": str(error)})
-            return
-        if found.lineage != lineage:
-            return
-        if lead is not None and lead.others > found.epoch:
+        found = saved_changes(path, lineage)
+        if found != Changes(lineage) and lead.others > found.epoch:
             log.info("saved changes of operators are dropped: another router has led since")
             found = Changes(lineage, workers=found.workers, number=found.number)  # they may still have streams
         reloaded = number > max(found.number, FIRST)
@@ -185,12 +189,12 @@ class KeptChanges:
         """
         if base is not self._base:
             self._base, self._configured = base, worker_specs(base)
-        epoch, file = 0 if self._lead is None else self._lead.epoch, str(self._path)
-        changes = changes_of(services, base, self._lineage, self.number, epoch, self._configured)
+        changes = changes_of(services, base, self._lineage, self.number, self._lead.epoch, self._configured)
         if changes == self.last and not is_gone(self._path):
             return
-        if self._lead is not None and not self._lead.renew():
+        if not self._lead.renew():
             raise AnotherLeads
+        file = str(self._path)
         try:
             replace_content(self._path, msgspec.json.encode(changes))
         except OSError as error:

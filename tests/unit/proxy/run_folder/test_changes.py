@@ -45,6 +45,10 @@ class ALead:
         """Nobody hears."""
 
 
+def kept_in(path: Path, lead: ALead | None = None, number: int = 0, lineage: int = LINEAGE) -> KeptChanges:
+    return KeptChanges(path, lineage, lead or ALead(epoch=0), number)
+
+
 def specs(services: Services) -> dict[str, WorkerSpec]:
     return {worker.id: worker.spec for worker in services.fleet}
 
@@ -230,8 +234,8 @@ async def test_an_own_policy_keeps_its_options_although_the_configuration_names_
     own, path, services = "tests.unit.proxy.ops.test_steering:Patient", tmp_path / "changes", a_router()
     base = services.config
     services.config = with_policy(base, own, {"patience_s": 5})
-    KeptChanges(path, LINEAGE).keep(services, base)
-    again = KeptChanges(path, LINEAGE).last.config(base)
+    kept_in(path).keep(services, base)
+    again = kept_in(path).last.config(base)
     assert (again.routing.policy, again.routing.options) == (own, {"patience_s": 5})
 
 
@@ -243,12 +247,12 @@ async def test_an_unwritable_changes_file_is_logged_once_and_written_later(
     path = tmp_path / "folder" / "changes"
     services = a_router()
     base = services.config
-    watching = asyncio.get_running_loop().create_task(KeptChanges(path, LINEAGE).watch(services, lambda: base))
+    watching = asyncio.get_running_loop().create_task(kept_in(path).watch(services, lambda: base))
     services.fleet.drain(services.fleet["p0"])
     await let_pass(4 * LOOK_S)
     path.parent.mkdir()
     await let_pass(4 * LOOK_S)
-    assert KeptChanges(path, LINEAGE).last.drained == ("p0",)
+    assert kept_in(path).last.drained == ("p0",)
     watching.cancel()
     messages = [record.getMessage() for record in caplog.records if "operators' changes" in record.getMessage()]
     assert messages == ["operators' changes cannot be saved for the next brain", "operators' changes are saved again"]
@@ -259,12 +263,12 @@ async def test_a_removed_changes_file_is_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "changes"
     services = a_router()
     base = services.config
-    watching = asyncio.get_running_loop().create_task(KeptChanges(path, LINEAGE).watch(services, lambda: base))
+    watching = asyncio.get_running_loop().create_task(kept_in(path).watch(services, lambda: base))
     services.fleet.drain(services.fleet["p0"])
     await let_pass(4 * LOOK_S)
     path.unlink()
     await let_pass(4 * LOOK_S)
-    assert KeptChanges(path, LINEAGE).last.drained == ("p0",)
+    assert kept_in(path).last.drained == ("p0",)
     watching.cancel()
 
 
@@ -289,7 +293,7 @@ async def test_a_change_under_way_is_not_written_by_half(tmp_path: Path) -> None
 async def test_a_former_leader_writes_nothing_and_an_operator_gets_an_error(tmp_path: Path) -> None:
     path, lead = tmp_path / "changes", ALead()
     services = a_router()
-    kept = KeptChanges(path, LINEAGE, lead)
+    kept = kept_in(path, lead)
     kept.keep(services, services.config)
     lead.leads, before = False, path.read_bytes()
     kept.keep(services, services.config)  # nothing has changed
@@ -307,16 +311,16 @@ async def test_a_file_is_read_in_the_lineage_that_wrote_it(tmp_path: Path, caplo
     path = tmp_path / "changes"
     services = a_router()
     services.fleet.drain(services.fleet["p0"])
-    kept = KeptChanges(path, LINEAGE)
+    kept = kept_in(path)
     kept.keep(services, services.config)
     assert kept.last == changes_of(services, services.config, LINEAGE)
-    assert KeptChanges(path, LINEAGE).last.drained == ("p0",)
-    assert KeptChanges(path, LINEAGE + 1).last == Changes(LINEAGE + 1)
+    assert kept_in(path).last.drained == ("p0",)
+    assert kept_in(path, lineage=LINEAGE + 1).last == Changes(LINEAGE + 1)
     path.write_text("nonsense")
-    assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "cannot be read" in caplog.text
+    assert kept_in(path).last == Changes(LINEAGE) and "cannot be read" in caplog.text
     path.unlink()
     path.mkdir()
-    assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE)
+    assert kept_in(path).last == Changes(LINEAGE)
 
 
 @pytest.mark.parametrize("others", [0, 3, 4, 5])
@@ -333,8 +337,8 @@ async def test_operators_changes_are_forgotten_when_another_router_has_led_since
     services.fleet.sweep()
     services.fleet.drain(services.fleet["p0"])
     services.config = with_policy(base, "random")
-    KeptChanges(path, LINEAGE, ALead(epoch=4)).keep(services, base)
-    led, again = KeptChanges(path, LINEAGE, ALead(epoch=6, others=others)), a_router()
+    kept_in(path, ALead(epoch=4)).keep(services, base)
+    led, again = kept_in(path, ALead(epoch=6, others=others)), a_router()
     led.last.apply(again)
     forgets = others > 4
     assert led.last.config(base).routing.policy == (base.routing.policy if forgets else "random")
@@ -345,7 +349,7 @@ async def test_operators_changes_are_forgotten_when_another_router_has_led_since
     assert "new" in again.fleet, "streams of the time when it led may be there"
     assert ("another router has led since" in caplog.text) is forgets
     led.keep(again, base)
-    assert KeptChanges(path, LINEAGE, ALead(epoch=7, others=others)).last.drained == led.last.drained
+    assert kept_in(path, ALead(epoch=7, others=others)).last.drained == led.last.drained
 
 
 @pytest.mark.parametrize(
@@ -366,9 +370,9 @@ def test_a_damaged_changes_file_does_not_prevent_leading(
     whole = msgspec.json.encode(Changes(LINEAGE, added, policy="random", workers=added))
     path = tmp_path / "changes"
     path.write_bytes(whole)
-    assert KeptChanges(path, LINEAGE).last.added == added
+    assert kept_in(path).last.added == added
     path.write_bytes(whole.replace(*damage))
-    assert KeptChanges(path, LINEAGE).last == Changes(LINEAGE) and "cannot be read" in caplog.text
+    assert kept_in(path).last == Changes(LINEAGE) and "cannot be read" in caplog.text
 
 
 @with_virtual_time
@@ -381,7 +385,7 @@ async def test_a_reload_without_a_brain_restores_changed_workers_and_the_configu
         services.fleet.sweep()
     under = with_policy(services.config, "random")
     base, services.config = services.config, under
-    kept = KeptChanges(path, LINEAGE, number=3)
+    kept = kept_in(path, number=3)
     kept.keep(services, base)
     tree = base.model_dump(exclude_unset=True)
     tree["decode"]["workers"][1]["max_num_seqs"] = 99
@@ -391,10 +395,10 @@ async def test_a_reload_without_a_brain_restores_changed_workers_and_the_configu
         (4, new, {"d1"}, None),
         (1, new, {"d1"}, "random"),
     ):
-        led, next_one = KeptChanges(path, LINEAGE, number=number), a_router(config)
+        led, next_one = kept_in(path, number=number), a_router(config)
         assert led.last.policy == policy, "a router that takes over counts from 1, and keeps it"
         led.last.apply(next_one)
         assert {worker.id for worker in next_one.fleet if not worker.leaving} & {"d1", "d2"} == back
-    led = KeptChanges(path, LINEAGE, number=4)
+    led = kept_in(path, number=4)
     led.keep(services, base)
-    assert KeptChanges(path, LINEAGE, number=4).last.policy == "random", "chosen since that reload"
+    assert kept_in(path, number=4).last.policy == "random", "chosen since that reload"
