@@ -509,14 +509,8 @@ class RemoteBrain:
                 raise LinkError(message.reason)
             elif self.member is None:
                 raise LinkError("the brain has sent a message before its Welcome")
-            elif isinstance(message, Chosen):
-                request_id = self._ids.get(message.ticket)
-                if request_id is not None and self._open[request_id].turn == message.turn:  # no later call
-                    self.on_answer(request_id, message.worker)
-            elif isinstance(message, Refused):
-                request_id = self._ids.get(message.ticket)
-                if request_id is not None:
-                    self._refuse(request_id, Refusal(message.kind, message.text, message.retry_after_s))
+            elif isinstance(message, Chosen | Refused):
+                self._answer(message)
             elif isinstance(message, Seen):
                 self._view, self.relays = message.view, message.relays
             elif isinstance(message, Workers):
@@ -556,6 +550,16 @@ class RemoteBrain:
             if request_id in self._open:
                 self._refuse(request_id, Refusal(RefusalKind.LOST, LOST))
         self.listener.void(frozenset(request_ids))
+
+    def _answer(self, message: Chosen | Refused) -> None:
+        """Pass an answer to its ticket; a choice is dropped if the ticket has made another call since."""
+        request_id = self._ids.get(message.ticket)
+        if request_id is None:
+            return
+        if isinstance(message, Refused):
+            self._refuse(request_id, Refusal(message.kind, message.text, message.retry_after_s))
+        elif message.turn == self._open[request_id].turn:
+            self.on_answer(request_id, message.worker)
 
     def _refuse(self, request_id: str, why: Refusal) -> int:
         """End a ticket, in any state; returns its number."""
