@@ -222,12 +222,7 @@ class Hub:
             raise LinkError(LEFT)
         refusal = self._refusal(frames, hello)
         if refusal is not None:
-            farewell, reason = refusal
-            if reason not in self._refused:  # the relay tries again and again
-                self._refused.add(reason)
-                log.warning("relay refused", extra={"relay": hello.relay[:MAX_NAME], "reason": farewell.reason})
-            frames.send(farewell)
-            frames.close(reason)
+            self._turn_away(frames, hello.relay, *refusal)
             return
         before = self.members.get(hello.relay)
         if before is not None:
@@ -250,6 +245,13 @@ class Hub:
         self._keep_far(hello.relay)
         if not self._awaited and (self._far is None or self._far.known):
             self._settle()
+
+    def _turn_away(self, frames: Frames[FromBrain], relay: str, farewell: Farewell, reason: str) -> None:
+        if reason not in self._refused:  # the relay tries again and again
+            self._refused.add(reason)
+            log.warning("relay refused", extra={"relay": relay[:MAX_NAME], "reason": farewell.reason})
+        frames.send(farewell)
+        frames.close(reason)
 
     def _refusal(self, frames: Frames[FromBrain], hello: Hello) -> tuple[Farewell, str] | None:
         """Why a relay can't join: the Farewell for it, and the reason for the log. None: it can join.
