@@ -11,15 +11,7 @@ from typing import Protocol
 from balanceroute.proxy.admission.ledger import Ledger
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.members import Member
-from balanceroute.proxy.link.messages import (
-    FromBrain,
-    PromptKeys,
-    Seen,
-    Silent,
-    SilentGroup,
-    Workers,
-    WorkerStanding,
-)
+from balanceroute.proxy.link.messages import FromBrain, PromptKeys, Seen, Silent, SilentGroup, Workers, WorkerStanding
 
 
 class Judgement(Protocol):
