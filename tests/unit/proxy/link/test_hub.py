@@ -31,7 +31,6 @@ from balanceroute.proxy.link.messages import (
     Prefilled,
     Progress,
     Report,
-    Silent,
     Submit,
     Welcome,
     frame,
@@ -41,8 +40,7 @@ from balanceroute.proxy.link.token_counts import WrittenCounts
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.relay_reports import RelayReports
-from balanceroute.proxy.workers.silence import FrozenGroup
-from tests.unit.proxy.link.brains import RawRelay, Relay, Stage, on, stream, with_stage
+from tests.unit.proxy.link.brains import RawRelay, Stage, on, stream, with_stage
 from tests.waiting import until
 
 
@@ -210,12 +208,6 @@ def test_the_time_to_say_hello_ends_only_connections_that_have_not_said_it() -> 
 
 
 @with_stage
-async def test_a_new_relay_is_sent_the_present_view_although_nothing_changes(stage: Stage) -> None:
-    brain, relay = await stage.brain(), stage.relay()
-    await until(lambda: relay.brain.view() == brain.ledger.view())
-
-
-@with_stage
 async def test_key_use_is_forwarded_to_relays_that_do_not_share_memory_until_it_ends(stage: Stage) -> None:
     names = ("relay-0", "relay-10", "relay-1.2", "relay-0.2")
     await stage.brain(relays=names)
@@ -247,21 +239,6 @@ async def test_key_use_is_forwarded_to_relays_that_do_not_share_memory_until_it_
     relays["relay-0.2"].brain.report(Activity(1, 0, (), use))
     await until(lambda: len(messages) != 8 + 4)
     assert len(messages) == 8 + 4 + 1
-
-
-@with_stage
-async def test_every_relay_hears_of_groups_that_fell_silent_together_and_one_that_joins_at_once(stage: Stage) -> None:
-    def groups(relay: Relay) -> list[list[str]]:
-        return [[group.name for group in message.groups] for message in relay.heard.messages_of(Silent)]
-
-    brain, first = await stage.brain(), stage.relay("first")
-    await until(lambda: groups(first) == [[]])
-    brain.frozen.append(FrozenGroup("group", ("d0", "d1"), asyncio.get_running_loop().time()))
-    await until(lambda: groups(first) == [[], ["group"]])
-    second = stage.relay("second")
-    await until(lambda: groups(second) == [["group"]])
-    brain.frozen.clear()
-    await until(lambda: groups(first) == [[], ["group"], []] and groups(second) == [["group"], []])
 
 
 @with_stage
@@ -496,44 +473,6 @@ async def test_a_rejoining_relay_is_welcomed_before_it_gets_worker_states(stage:
     anew.hello()
     await until(lambda: bool(anew.circuits()))
     assert isinstance(anew.received[0], Welcome)
-
-
-@with_stage
-async def test_every_change_of_a_worker_is_sent_before_the_next_check(stage: Stage) -> None:
-    brain = await stage.brain()
-    worker = brain.fleet.connect(WorkerSpec("d0", Role.DECODE, url="http://127.0.0.1:1", slots=4))
-    relay = await RawRelay().connect(stage)
-    relay.hello()
-    await until(lambda: bool(relay.circuits()))
-    brain.hub._timers["look"].cancel()
-    worker.circuit.open(0.0, "it fails")
-    await until(lambda: relay.circuits()[-1] == CircuitState.OPEN)
-    worker.circuit.reachable()
-    await until(lambda: relay.circuits()[-1] == CircuitState.HALF_OPEN)
-
-
-@pytest.mark.parametrize(
-    ("before", "findings"),
-    [
-        (CircuitState.HALF_OPEN, [Finding.USED, Finding.INCONCLUSIVE]),
-        (CircuitState.CLOSED, [Finding.FAULT, Finding.SUCCESS]),
-    ],
-)
-@with_stage
-async def test_a_relay_hears_of_a_worker_as_it_was_before_when_it_takes_back_what_it_has_reported(
-    stage: Stage, before: CircuitState, findings: list[Finding]
-) -> None:
-    """It has taken the worker for changed already: with a trial under way, or doubtful."""
-    brain = await stage.brain()
-    worker = brain.fleet.connect(WorkerSpec("d0", Role.DECODE, url="http://127.0.0.1:1", slots=4))
-    relay = await RawRelay().connect(stage)
-    worker.circuit.state = before
-    relay.hello()
-    await until(lambda: relay.circuits() == [before])
-    relay.received.clear()
-    for finding in findings:
-        relay.frames.send(Judged("d0", finding))
-    await until(lambda: relay.circuits() == [before])
 
 
 @with_stage

@@ -276,16 +276,16 @@ async def test_a_removed_changes_file_is_rewritten(tmp_path: Path) -> None:
 async def test_a_change_under_way_is_not_written_by_half(tmp_path: Path) -> None:
     path = tmp_path / "changes"
     services = a_router()
-    base, kept = services.config, KeptChanges(path, LINEAGE)
+    base, kept = services.config, kept_in(path)
     watching = asyncio.get_running_loop().create_task(kept.watch(services, lambda: base))
     await let_pass(4 * LOOK_S)
     async with services.changing_workers:
         services.fleet.drain(services.fleet["p0"])
         await let_pass(4 * LOOK_S)
-        assert KeptChanges(path, LINEAGE).last.drained == ()
+        assert kept_in(path).last.drained == ()
         services.fleet.drain(services.fleet["d0"])
     await let_pass(4 * LOOK_S)
-    assert set(KeptChanges(path, LINEAGE).last.drained) == {"p0", "d0"}
+    assert set(kept_in(path).last.drained) == {"p0", "d0"}
     watching.cancel()
 
 
