@@ -42,8 +42,8 @@ class Changes(msgspec.Struct, frozen=True):
     `added`: also workers that differ from the configuration's of the same id, which are in `replaced`. `removed` and
     `replaced`: as the configuration described them; a worker that it describes differently now is as it says.
     `options`: of that policy. `workers`: all that the router has, because workers that leave may still have requests.
-    `down`: those of them that health checks found down. `number`: of the configuration (`parent/configured.py`).
-    `epoch`: of the brain that wrote this.
+    `down`: those of them that did not pass their last health check. `number`: of the configuration
+    (`parent/configured.py`). `epoch`: of the brain that wrote this.
     """
 
     lineage: int
@@ -85,7 +85,7 @@ class Changes(msgspec.Struct, frozen=True):
 
         An added worker that is down is waited for: it may have served for long. One whose server the configuration
         names under another name by now leaves: that server would get twice its share. A drained server stays drained
-        under another name. A worker that was down gets requests from its first answer on.
+        under another name. A worker that was down gets no new requests before its first answer.
         """
         fleet = services.fleet
         configured = {worker.id: worker.spec for worker in fleet}
@@ -112,7 +112,8 @@ class Changes(msgspec.Struct, frozen=True):
         down = set(self.down)
         for worker in fleet:
             if worker.id in down:
-                fleet.set_healthy(worker, False)
+                worker.doubted = True  # not out: requests would leave a group before this brain knows that it is frozen
+                fleet.update(worker)
 
 
 def changes_of(
@@ -141,7 +142,7 @@ def changes_of(
         policy=routing.policy if chosen else None,
         options=dict(routing.options) if chosen else {},
         workers=tuple(worker.spec for worker in services.fleet),
-        down=tuple(worker.id for worker in services.fleet if not worker.healthy),
+        down=tuple(worker.id for worker in services.fleet if worker.doubted or not worker.healthy),
         number=number,
         epoch=epoch,
     )

@@ -89,8 +89,9 @@ async def test_the_next_brain_sends_nothing_to_a_worker_that_was_down_until_it_a
         services.fleet.set_healthy(services.fleet[name], False)
     services.fleet.add(NEW, 1)  # it has never answered
     changes_of(services, services.config, LINEAGE).apply(other)
-    down = {worker.id for worker in other.fleet if worker.state is WorkerState.DOWN}
-    assert down == {"p0", "d1", "new"}
+    without = {worker.id for worker in other.fleet if worker.state is not WorkerState.UP}
+    assert without == {"p0", "d1", "new"} == set(changes_of(other, other.config, LINEAGE).down)
+    assert not any(worker.out for worker in other.fleet), "requests stay there until it is known whether it is frozen"
     for name in ("d1", "new"):
         script(other, name, ConnectFailed("refused", worker=name, tier="decode"))
     await health_monitor(other).polling.once()
