@@ -532,6 +532,29 @@ async def test_a_brain_with_certain_lead_continues_above_a_lost_epoch(stage: Sta
     await brain.end()
 
 
+class ReplacedSocket(SocketReach):
+    """The way to a brain whose socket is replaced while the relay connects, so many times (`left`)."""
+
+    left = 3
+
+    async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
+        """See `Reach`."""
+        made, moved = await super().connect(protocol)
+        self.left -= 1
+        return (made, lambda: True) if self.left >= 0 else (made, moved)
+
+
+@with_stage
+async def test_a_relay_whose_brain_is_replaced_while_it_connects_tries_again_at_once(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    brain, reach = await stage.brain(), ReplacedSocket(stage.path)
+    ticket = stage.relay(reach=reach).tickets.submit(RequestSpec("a", 1))
+    assert await ticket.prefiller() == "p0" and reach.left == -1
+    await until(lambda: len(brain.hub._connections) == 1)
+    assert not caplog.records, "it is nobody's fault"
+
+
 @with_stage
 async def test_a_brain_with_an_old_epoch_is_ignored(stage: Stage) -> None:
     first, relay = await stage.brain(epoch=7), stage.relay()
