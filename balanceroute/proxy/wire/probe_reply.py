@@ -123,7 +123,8 @@ def _opened(body: bytes) -> dict[str, Any]:
     return reply
 
 
-def _without_long(fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
+def _without_long(fields: dict[str, msgspec.Raw], *, within: bool = False) -> dict[str, Any]:
+    """`within`: these are the fields of `logprobs`, in which no engine puts others: each level is a copy."""
     values: dict[str, Any] = {}
     for name, raw in fields.items():
         text = bytes(raw)
@@ -131,8 +132,8 @@ def _without_long(fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
             if b"\n" in text or b"\r" in text:  # between values; an event ends there
                 text = text.translate(None, b"\r\n")
             values[name] = orjson.Fragment(text)
-        elif name == "logprobs" and text[:1] == b"{":
-            values[name] = _without_long(_fields.decode(text))
+        elif name == "logprobs" and text[:1] == b"{" and not within:
+            values[name] = _without_long(_fields.decode(text), within=True)
         else:
             values[name] = orjson.loads(text)
     return values

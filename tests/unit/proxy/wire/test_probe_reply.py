@@ -114,6 +114,21 @@ def test_a_kept_reply_takes_little_more_memory_than_its_json() -> None:
         assert orjson.dumps(kept.reply) == body
 
 
+def test_logprobs_within_logprobs_are_not_copied_level_by_level() -> None:
+    """Of 4 MB with 200 levels the copies took 800 MB, and more than a second in which all streams stood still."""
+    levels = 200
+    inner = b'{"text":"%b"}' % (b"x" * 2**16)
+    logprobs = b'{"logprobs":' * levels + inner + b"}" * levels
+    body = b'{"choices":[{"text":"","logprobs":%b}],"usage":{"prompt_tokens":1}}' % logprobs
+    tracemalloc.start()
+    try:
+        result = parse_probe_reply(body, worker="p0", keep=True)
+        assert tracemalloc.get_traced_memory()[1] < 40 * len(body)  # orjson takes 12 times a text that it reads
+    finally:
+        tracemalloc.stop()
+    assert orjson.dumps(result.reply) == body
+
+
 def test_a_long_list_stays_as_the_prefiller_wrote_it_but_on_one_line() -> None:
     body = b"""{"choices": [{"text": "ab", "logprobs": {"tokens": ["a"], "top_logprobs": [null,\r\n {"a": -1e0}]},
         "prompt_logprobs": [null,\n {"7": {"logprob": -0.50}}], "prompt_token_ids": [5, 7]}],
