@@ -51,7 +51,8 @@ class PrefillDispatch:
                     return prefills
                 del snapshot.asking[tracker.id]
                 prefills.append(self.begin(tracker, prefiller, snapshot, now))
-        while not snapshot.pool_is_full and len(prefills) != most:
+        pools = not self._config.decode_first  # there what queues needs no slot, and never comes to the pool
+        while not (pools and snapshot.pool_is_full) and len(prefills) != most:
             head = self._queue.head(snapshot)
             if head is None or (prefiller := self._choose(head, snapshot)) is None:
                 break

@@ -4,6 +4,7 @@ import pytest
 
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
+from balanceroute.core.types import Outcome, Prefill, RequestSpec
 from tests.unit.core.builders import a_request, a_scheduler
 
 SIZES = {"a": 400, "b": 100, "c": 300, "d": 200, "e": 500}
@@ -36,3 +37,14 @@ def test_those_whose_decode_worker_asks_count_among_the_few() -> None:
     scheduler.submit(a_request("later"), 0.0)
     calls = [[prefill.request for prefill in scheduler.dispatch(0.0, 3)] for _ in range(3)]
     assert calls == [["a", "c", "e"], ["b", "d", "later"], []]
+
+
+def test_decode_first_a_full_pool_keeps_no_request_from_a_prefiller_that_needs_no_slot() -> None:
+    config = SchedulerConfig(decode_first=True, max_pooled=1, max_prefill_inflight=1)
+    scheduler = a_scheduler(prefillers=1, slots=1, config=config)
+    for name in ("scored", "next"):
+        scheduler.submit(RequestSpec(name, 100, max_new_tokens=0), 0.0)
+    assert scheduler.dispatch(0.0) == [Prefill("scored", "p0")]
+    scheduler.submit(a_request("fills the pool"), 0.0)
+    scheduler.finish("scored", Outcome.FINISHED, 1.0)
+    assert scheduler.snapshot.pool_is_full and scheduler.dispatch(1.0) == [Prefill("next", "p0")]
