@@ -62,11 +62,10 @@ of them wait for it. A worker that is as far below the others waits alone, which
 before the cap of a prompt of `room_from` mean requests, the lightest worker makes room: it counts as if it had
 `room_share` of what the prompt costs already. So it gets the smallest requests, while the level of the others stays.
 Once so much of the prompt fits below the largest load, it goes there, or to any other worker where so much of it fits;
-where nothing else waits, at once. A worker that has got one counts it, and no room any more. A departure makes room for
-a mean request, so room for k of them takes k mean answers' times over the slots; `room_lead` times that before its cap
-it begins. Room for all of a prompt would serve the most tokens, for half of it would give the least load spread; three
-quarters do nearly as well in both. From its cap on the prompt goes to its own worker, room or not; from `room_caps`
-caps on, anywhere.
+where nothing else waits, at once. A departure makes room for a mean request, so room for k of them takes k mean
+answers' times over the slots; `room_lead` times that before its cap it begins. Room for all of a prompt would serve the
+most tokens, for half of it would give the least load spread; three quarters do nearly as well in both. From its cap on
+the prompt goes to its own worker, room or not; from `room_caps` caps on, anywhere.
 
 *Bonus by how much prompts differ.* A wait competes with differences of misfit, and these are as large as the prompts
 differ. Measured by the mean prompt alone, a wait weighs too little where few prompts are large and most are small: the
@@ -497,16 +496,16 @@ def _choice(worker: OpenWorker, window: Window, level: float, envelope: float, l
     """`Window.take` with room for huge requests: one that has its room goes first; until then none goes elsewhere."""
     if not window.expected:
         return window.take(worker, level, envelope, least)
-    position, price = window.take_expected(worker, envelope), 0.0
-    if position < 0:
-        hidden = window.hide_expected(worker)
-        worker.load += worker.kept_free
-        position, price = window.take(worker, level, envelope, least)
-        worker.load -= worker.kept_free
-        for each in hidden:
-            window.put_back(each)
+    position = window.take_expected(worker, envelope)
+    if position >= 0:
+        worker.kept_free = 0.0
+        return position, 0.0
+    hidden = window.hide_expected(worker)
+    worker.load += worker.kept_free
+    position, price = window.take(worker, level, envelope, least)
+    worker.load -= worker.kept_free
+    for each in hidden:
+        window.put_back(each)
     if position < 0:  # nothing else waits
         position, price = window.take(worker, level, envelope, least)
-    if position in window.expected:
-        worker.kept_free = 0.0
     return position, price

@@ -318,11 +318,10 @@ class Oracle:
 
         def best(place: Place) -> dict[str, Any] | None:
             have_room = [entry for entry in expected if not used(entry) and has_its_room(entry, place)]
-            largest = max(have_room, key=lambda entry: entry["prompt_tokens"], default=None)
-            found = largest or cheapest(place, True) or cheapest(place, False)
-            if any(found is entry for entry in expected):
+            if have_room:
                 place.kept_free = 0.0
-            return found
+                return max(have_room, key=lambda entry: entry["prompt_tokens"])
+            return cheapest(place, True) or cheapest(place, False)
 
         def cheapest(place: Place, beside_expected: bool) -> dict[str, Any] | None:
             target, envelope, least = self.level(place, front)

@@ -332,17 +332,6 @@ def test_past_its_cap_a_huge_prompt_goes_to_the_worker_that_makes_room_and_later
     assert with_a_huge_prompt([9_700] * 3, others=[5_000] * 4, age_s=108.0) == "huge"
 
 
-def test_a_worker_that_has_got_its_huge_prompt_keeps_no_more_room() -> None:
-    """d3 then has 41,000 tokens, and the mean is 30,875. With its room of 15,000 counted again, 11,900 would fit d2."""
-    scheduler = occupied([FULL, FULL, FULL[:3], [7_000] * 3], slots=4, policy="level_fit")
-    means, scheduler.snapshot.overlap.token_s = scheduler.snapshot.means, 0.05
-    means.prompts, means.answers, means.answer_tokens, means.usual_tokens = 1000, 1000, 200.0, 1000.0
-    scheduler.submit_prefilled(RequestSpec("huge", 20_000), 1000.0 - 103.0)
-    pool_all(scheduler, {"fits": 8_500, "small": 100, "larger": 11_900}, now=1000.0)
-    see_means(scheduler, 1_000, wait_s=10.0)
-    assert admitted(scheduler, 1000.0) == [("huge", "d3"), ("fits", "d2")]
-
-
 def test_target_fit_makes_no_room() -> None:
     assert with_a_huge_prompt([9_700] * 3, age_s=65.0, policy="target_fit") == "fits"
 
