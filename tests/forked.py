@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -45,7 +46,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has just ended: the fork server tells of it a moment later
+                os.kill(self.pid, number)
 
 
 def _run(arguments: tuple[str, ...], log: str, environ: dict[str, str]) -> None:

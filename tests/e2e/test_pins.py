@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.e2e.pin_records import recorded_pins
 from tests.plain_http import PLAIN
 from tests.processes import emulated, forked_process, listening_port, wait_for
 from tests.waiting import PATIENCE_S, block_until
@@ -20,7 +21,7 @@ LEASE_S = 3600  # of real time, far longer than this test: only a decoder frees 
 
 @pytest.mark.parametrize("connector", ["mooncake_v1", "nixl"])
 def test_the_next_start_frees_kv_that_a_killed_router_left_pinned(tmp_path: Path, connector: str) -> None:
-    pins, killed_log, next_log = (tmp_path / name for name in ("pins", "killed.log", "next.log"))
+    pins, killed_log, next_log = (tmp_path / name for name in ("pins-record", "killed.log", "next.log"))
     flags = ["--max-num-seqs", str(SLOTS), "--connector", connector, "--lease", str(LEASE_S)]
     with emulated(tmp_path, 1, 1, *flags) as cluster:
         serve = ["serve", "--config", str(cluster.config), "--host", "127.0.0.1", "--port", "0"]
@@ -36,6 +37,7 @@ def test_the_next_start_frees_kv_that_a_killed_router_left_pinned(tmp_path: Path
             clients = [ask(port, number) for number in range(REQUESTS)]
             block_until(lambda: pooled(port) == REQUESTS - SLOTS)  # what it has not heard of it can't record
             block_until(lambda: pinned() == REQUESTS - SLOTS)
+            block_until(lambda: recorded_pins(tmp_path) == REQUESTS - SLOTS)
             router.send_signal(signal.SIGKILL)
             router.wait()
             for client in clients:

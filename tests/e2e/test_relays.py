@@ -21,6 +21,7 @@ from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from balanceroute.journal import rerun
 from balanceroute.proxy.run_folder.folder import RunFolder
 from balanceroute.proxy.run_folder.relay_locks import RelayLocks
+from tests.e2e.pin_records import recorded_pins
 from tests.e2e.routers import (
     LONG,
     PATIENT,
@@ -608,7 +609,8 @@ def test_the_next_start_frees_the_kv_that_all_processes_had_pinned(
 
             async def are_prefilled() -> bool:  # what a prefiller answers while it dies, no record can know of
                 waiting = len((await router.state())["waiting"])
-                return waiting >= 4 and waiting + sum(stream.begun for stream in begun) == 14
+                recorded = recorded_pins(tmp_path)
+                return recorded == waiting >= 4 and waiting + sum(stream.begun for stream in begun) == 14
 
             await until(are_prefilled)
             end_group(router.running)
