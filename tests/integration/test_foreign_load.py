@@ -17,6 +17,8 @@ from tests.waiting import until
 pytestmark = pytest.mark.anyio
 
 SHAPE = ClusterShape(prefillers=2, decoders=2, max_num_seqs=4, time_scale=0.1)
+SLOTS = 12  # of fewer, too few change hands between two reports to tell others' requests from old reports of one's own
+SHARED = ClusterShape(prefillers=2, decoders=2, max_num_seqs=SLOTS, time_scale=0.2)
 OFTEN = {"prefill": {"poll_interval_s": 0.1}}
 
 
@@ -58,7 +60,7 @@ async def test_foreign_load_on_a_decode_worker_diverts_requests_until_it_is_gone
 
 
 async def test_two_routers_share_a_cluster_without_queues_at_the_engines() -> None:
-    async with EmulatedCluster(patient(SHAPE)) as cluster:
+    async with EmulatedCluster(patient(SHARED)) as cluster:
         config = configuration(cluster, **OFTEN, decode={"overlap_requests": "auto"})
         apps = [create_app(config, strict=True) for _ in range(2)]
         async with (
@@ -79,17 +81,17 @@ async def test_two_routers_share_a_cluster_without_queues_at_the_engines() -> No
                 return sum(len(worker.rank.waiting) for worker in cluster.decode)
 
             async with asyncio.TaskGroup() as crowd:
-                for number in range(16):  # each router alone could fill the cluster twice over
+                for number in range(32):  # each router alone could fill the cluster
                     for url in (first, second):
                         crowd.create_task(drive(url, 60 + 4 * number))
-                await until(lambda: queued() >= 6)  # both have filled it, and neither has seen the other yet
-                await until(lambda: queued() == 0)
+                await until(lambda: queued() >= SLOTS)  # both have filled it, and neither has seen the other yet
+                await until(lambda: queued() <= SLOTS // 3)
                 served_before, queues = Counter(done), []
-                await until(lambda: _look(queues, queued()) and sum((done - served_before).values()) >= 30)
+                await until(lambda: _look(queues, queued()) and sum((done - served_before).values()) >= 50)
                 ended.set()
             shares = done - served_before
-            assert sum(queues) / len(queues) < 4, queues  # unaware it is 8: as many again as there are slots
-            assert min(shares.values()) > 0.2 * sum(shares.values()), shares
+            assert sum(queues) / len(queues) < SLOTS, queues  # unaware: as many as there are slots
+            assert min(shares.values()) > 0.25 * sum(shares.values()), shares
 
 
 def _look(queues: list[Any], queue: int) -> bool:

@@ -10,7 +10,8 @@ full cluster it would wait for ever for slots that the other router refills at o
 is free anywhere, a router may use a few slots more (`least_own_slots`), up to half of a worker, if the engine's own
 queue is empty. The other router sees that and refills fewer, so two routers end at equal shares, with a queue at the
 engines only until the next reports. If requests queue at the engines anyway (of clients without a router), this
-router's queue with them only while it has less than 1/16 of all slots.
+router's queue with them only while it has less than 1/16 of all slots. With four slots per worker, and answers no
+longer than a few reports, shares stay unequal (up to 9 to 1 on the emulator): all of few foreign requests may be lag.
 
 Pure: from reports and the ledger's figures to figures for the scheduler.
 """
