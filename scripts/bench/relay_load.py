@@ -119,6 +119,8 @@ class Load:
         due = time.monotonic()
 
         async def ask(number: int) -> None:
+            while free and free[-1].transport.is_closing():  # the router closes those that were idle for long
+                free.pop()
             client = free.pop() if free else await self.connect()
             good = await client.ask(self.message(self.a.tokens, number))
             self.tally.requests += good
