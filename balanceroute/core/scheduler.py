@@ -237,7 +237,7 @@ class Scheduler:
 
         Raises: InvariantError: its id is taken. InputError: a value makes no sense.
         """
-        reason = self._refusal()
+        reason = self._refusal(spec)
         if reason is not None:
             return Reject(spec.id, reason)
         self._begin(self._register(spec, now), now)
@@ -596,18 +596,21 @@ class Scheduler:
 
     # -- the moves between phases -----------------------------------------------------------------------------
 
-    def _refusal(self) -> RejectReason | None:
+    def _refusal(self, spec: RequestSpec) -> RejectReason | None:
         if self.draining:
             return RejectReason.DRAINING
         snapshot = self.snapshot
         if not snapshot.n_in_barrier or _all_down(snapshot.prefillers):
             return RejectReason.NO_WORKERS
-        if self.config.max_queued is not None and len(snapshot.queued) >= self.config.max_queued:
-            return RejectReason.QUEUE_FULL
-        bound = self.config.max_pooled if self.config.decode_first else None
-        if bound is not None and len(snapshot.pool) >= bound:
-            return RejectReason.QUEUE_FULL
-        return None
+        if self._begins_in_pool(spec.max_new_tokens):
+            bound, waiting = self.config.max_pooled, len(snapshot.pool)
+        else:
+            bound, waiting = self.config.max_queued, len(snapshot.queued)
+        return RejectReason.QUEUE_FULL if bound is not None and waiting >= bound else None
+
+    def _begins_in_pool(self, max_new_tokens: int | None) -> bool:
+        """Decode first; but in the pool a request that does not decode would get a slot that it does not use."""
+        return self.config.decode_first and max_new_tokens != 0
 
     def _register(self, spec: RequestSpec, now: float) -> RequestTracker:
         if spec.id in self.snapshot.requests:
@@ -629,8 +632,8 @@ class Scheduler:
         return tracker
 
     def _begin(self, tracker: RequestTracker, now: float) -> None:
-        """Its first phase: the queue or, decode first, the pool; there it would get a slot that it does not use."""
-        if self.config.decode_first and tracker.max_new_tokens != 0:
+        """Its first phase: the queue or, decode first, the pool."""
+        if self._begins_in_pool(tracker.max_new_tokens):
             self._pool(tracker, now)
         else:
             self.prefills.enqueue(tracker, self.snapshot)

@@ -4,7 +4,7 @@ import pytest
 
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
-from balanceroute.core.types import Outcome, Prefill, RequestSpec
+from balanceroute.core.types import Outcome, Prefill, Reject, RejectReason, RequestSpec
 from tests.unit.core.builders import a_request, a_scheduler
 
 SIZES = {"a": 400, "b": 100, "c": 300, "d": 200, "e": 500}
@@ -48,3 +48,16 @@ def test_decode_first_a_full_pool_keeps_no_request_from_a_prefiller_that_needs_n
     scheduler.submit(a_request("fills the pool"), 0.0)
     scheduler.finish("scored", Outcome.FINISHED, 1.0)
     assert scheduler.snapshot.pool_is_full and scheduler.dispatch(1.0) == [Prefill("next", "p0")]
+
+
+def test_decode_first_the_queue_and_the_pool_refuse_only_the_requests_that_would_come_there() -> None:
+    """Scoring requests that filled the queue had all others refused, and a full pool scoring requests."""
+    config = SchedulerConfig(decode_first=True, max_pooled=1, max_queued=1)
+    scheduler = a_scheduler(prefillers=1, slots=1, config=config)
+    assert scheduler.submit(RequestSpec("scored", 100, max_new_tokens=0), 0.0) is None
+    assert scheduler.submit(a_request("decodes"), 0.0) is None
+    full = RejectReason.QUEUE_FULL
+    assert scheduler.submit(a_request("another"), 0.0) == Reject("another", full)
+    assert scheduler.submit(RequestSpec("also scored", 100, max_new_tokens=0), 0.0) == Reject("also scored", full)
+    assert scheduler.dispatch(0.0) == [Prefill("scored", "p0")]
+    assert scheduler.submit(RequestSpec("also scored", 100, max_new_tokens=0), 0.0) is None
