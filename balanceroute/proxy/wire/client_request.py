@@ -228,7 +228,7 @@ def request_of(endpoint: Endpoint, data: dict[str, Any]) -> ClientRequest:
     scores_only = wishes is not None and wishes.echo and integer(data, "max_tokens", least=None) == 0
     limit_field, limit = (None, None) if scores_only else _limit(endpoint, data)
     min_tokens = _min_tokens(endpoint, data, limit) if "min_tokens" in data else 0
-    if data.get("stop_token_ids"):
+    if data.get("stop_token_ids") is not None:
         _check_stop_ids(data["stop_token_ids"])
     if "use_beam_search" in data:
         _refuse_beam_search(data)

@@ -81,6 +81,7 @@ def test_parse_reads_what_the_router_needs() -> None:
         ("completions", b'{"prompt": "a", "n": null}', "n must be an integer, not null"),
         ("completions", b'{"prompt": "a", "n": 0}', "n must be at least 1"),
         ("completions", b'{"prompt": "a", "stop_token_ids": 7}', "stop_token_ids must be a list"),
+        ("completions", b'{"prompt": "a", "stop_token_ids": 0}', "stop_token_ids must be a list"),
         ("chat", b'{"messages": [{}], "stop_token_ids": ["7", "b"]}', "stop_token_ids must be a list"),
         ("completions", b'{"prompt": "a", "stream": "perhaps"}', "stream must be true or false"),
         (
