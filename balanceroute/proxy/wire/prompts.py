@@ -79,7 +79,10 @@ def _sizes_of_embeds(embeds: object, prompt: object) -> tuple[int, int]:
 def batch_of(prompt_json: bytes) -> list[tuple[bytes, int]]:
     """The prompts of a batch, each as JSON and with its tokens; empty: a single prompt."""
     prompts = orjson.loads(prompt_json)
-    return [(as_json(prompt), _prompt_tokens(prompt)) for prompt in prompts] if _is_batch(prompts) else []
+    if not _is_batch(prompts):
+        return []
+    # an empty text is a prompt in a list only
+    return [(as_json(prompt or [prompt]), _prompt_tokens(prompt)) for prompt in prompts]
 
 
 def embeds_tokens(embeds: str) -> int:

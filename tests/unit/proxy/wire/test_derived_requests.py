@@ -36,6 +36,12 @@ def test_split_makes_one_request_per_prompt_and_choice_in_index_order() -> None:
     assert all(part.single and "n" not in part.rest for part in parts)
 
 
+def test_an_empty_text_of_several_prompts_reaches_an_engine_in_a_list() -> None:
+    """As a prompt of its own engines refuse it."""
+    parts = split(a_request(prompt=["", "a"])) + split(a_request(prompt=[""], n=2))
+    assert [load(probe_body(part))["prompt"] for part in parts] == [[""], "a", [""], [""]]
+
+
 def test_a_resumed_completion_sends_all_ids_and_a_smaller_limit() -> None:
     resumed = resume(a_request(max_tokens=50, min_tokens=20, stream=True), [1, 2], [3, 4, 5])
     body = load(decode_body(resumed, KV))
