@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.errors import InvalidRequest
+from balanceroute.errors import InvalidRequest, NotJson
 from balanceroute.proxy.wire.client_request import Endpoint, parse, request_of
 from balanceroute.proxy.wire.json_body import MAX_DEPTH, MAX_IDS, load_object
 from balanceroute.proxy.wire.json_size import MAX_COMMAS, MAX_NODES
-from balanceroute.proxy.wire.payloads import probe_body
+from balanceroute.proxy.wire.payloads import decode_body, probe_body
 
 NESTED = ["[" * 300 + "]" * 300, '{"a":' * 300 + "1" + "}" * 300]
 
@@ -140,3 +140,35 @@ def test_a_prompt_of_text_takes_its_own_bytes(endpoint: Endpoint, size: int) -> 
     finally:
         tracemalloc.stop()
     assert size < len(request.prompt_json) < size + 100
+
+
+@pytest.mark.parametrize(
+    "field", ['"user": "see \\ud83d"', '"metadata": {"a": ["\\udc00"], "b": 18446744073709551616}']
+)
+def test_a_label_that_was_cut_within_an_emoji_reaches_the_workers_as_it_is(field: str) -> None:
+    """JavaScript's clients write such texts, and engines ignore them."""
+    request = parse(
+        "chat", b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}], "n": 2, %b}' % field.encode()
+    )
+    assert request.n == 2
+    for body in (probe_body(request), decode_body(request, b"{}")):
+        assert field.replace(" ", "") in body.decode().replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b'"prompt": "\\ud83d"',
+        b'"prompt": "a", "stop": ["\\ud83d"]',
+        b'"prompt": "a", "cache_salt": "\\ud83d"',
+        b'"prompt": "a", "\\ud83d": 1',
+        b'"prompt": "a", "user": "\\ud83d", "top_p": NaN',
+        b'"prompt": "a", "user": "\\ud83d", "x": "\xff"',
+        b'"prompt": "a", "user": "\\ud83d"}',
+        b'"prompt": "a", "user": "\\ud83d", "x": "%b"' % (b"a" * 2**20),
+        b'"prompt": "a", "user": "\\ud83d", "x": %b1%b' % (b"[" * 5000, b"]" * 5000),
+    ],
+)
+def test_half_of_a_pair_that_would_be_read_here_or_made_tokens_of_is_refused(fields: bytes) -> None:
+    with pytest.raises(NotJson):
+        parse("completions", b"{%b}" % fields)
