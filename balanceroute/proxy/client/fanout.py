@@ -21,7 +21,7 @@ from balanceroute.errors import InvalidRequest
 from balanceroute.proxy.client.outlets import PartAnswer
 from balanceroute.proxy.life.errors import ClientGone
 from balanceroute.proxy.life.leg import Leg
-from balanceroute.proxy.wire.answer_identity import Part
+from balanceroute.proxy.wire.answer_identity import ModelName, Part
 from balanceroute.proxy.wire.answers import opened
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.closing import DONE_EVENT, event_bytes, event_head, usage_of
@@ -55,7 +55,8 @@ def parts_of(request: ClientRequest, max_choices: int, body_bytes: int) -> list[
 def common_part(request: ClientRequest, request_id: str) -> Part:
     """What the parts of all choices have in common; the id is as vLLM makes it from a request id."""
     kind = "chatcmpl" if request.endpoint == "chat" else "cmpl"
-    return Part(public_id=f"{kind}-{request_id}", created=int(time.time()), closing_events=False)
+    public_id = f"{kind}-{request_id}"
+    return Part(public_id=public_id, created=int(time.time()), closing_events=False, model=ModelName())
 
 
 async def run_all(legs: Sequence[Leg]) -> None:
@@ -116,7 +117,7 @@ def closing_events(request: ClientRequest, common: Part, legs: Sequence[Leg]) ->
     usage = merged_usage(request, legs)
     if details := _completion_details(leg.answer.scanner.usage for leg in legs):
         usage["completion_tokens_details"] = details
-    model = next((leg.answer.scanner.identity.model for leg in legs if leg.answer.scanner.identity.model), None)
+    model = legs[0].answer.scanner.identity.model  # which all share
     head = event_head(common.public_id, common.created, model, chat=request.endpoint == "chat")
     event: dict[str, Any] = {**head, "choices": [], "usage": usage}
     if fingerprint := next((leg.answer.scanner.fingerprint for leg in legs if leg.answer.scanner.fingerprint), None):

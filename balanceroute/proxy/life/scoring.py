@@ -69,8 +69,9 @@ class Scoring:
         # the engine generates one token, and counts it, though it shows none
         scanner.tokens = (reply.get("usage") or {}).get("completion_tokens") or 0
         scanner.fingerprint = reply.get("system_fingerprint")
-        scanner.identity.put_into({"model": reply.get("model")})
-        reply = {**reply, "id": shown_id(reply.get("id"), self._leg.upstream_id, self._leg.id)}
+        named = {"model": reply.get("model")}
+        scanner.identity.put_into(named)
+        reply = {**reply, **named, "id": shown_id(reply.get("id"), self._leg.upstream_id, self._leg.id)}
         if not answer.request.stream:
             outlet.whole(scored_answer(reply))
             return

@@ -7,19 +7,27 @@ from balanceroute.proxy.wire.bounds import answers, shown_id
 from balanceroute.proxy.wire.event_contents import is_count
 
 
+@dataclass(slots=True)
+class ModelName:
+    """The model that the events of an answer name: what the first of them says; None until one has come."""
+
+    told: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """What the stream of a worker is of the client's answer: all of it, or one choice of several.
 
     Attributes:
         public_id, created, index: put in place of what workers say; None: theirs stay. closing_events: False keeps back
-        usage and [DONE], which are of the whole answer.
+        usage and [DONE], which are of the whole answer. model: what all choices share; None: there is one.
     """
 
     public_id: str | None = None
     created: int | None = None
     index: int | None = None
     closing_events: bool = True
+    model: ModelName | None = None
 
 
 WHOLE: Final = Part()
@@ -33,14 +41,19 @@ class AnswerIdentity:
         present worker's events carry the id of our request (see `expect`).
     """
 
-    __slots__ = ("_checked", "_expected_id", "_request_id", "created", "echoed", "model", "public_id")
+    __slots__ = ("_checked", "_expected_id", "_model", "_request_id", "created", "echoed", "public_id")
 
     def __init__(self, part: Part = WHOLE) -> None:
         self.public_id = part.public_id
         self.created = part.created
-        self.model: str | None = None
+        self._model = ModelName() if part.model is None else part.model
         self.echoed = self._checked = False
         self._expected_id = self._request_id = ""
+
+    @property
+    def model(self) -> str | None:
+        """The model's name for the client."""
+        return self._model.told
 
     def expect(self, upstream_id: str, *, checked: bool, request_id: str = "") -> None:
         """Say which request the next worker's events answer: the one that was sent with this X-Request-Id.
@@ -75,9 +88,10 @@ class AnswerIdentity:
         elif "created" in event and event["created"] != self.created:
             event["created"] = self.created
             changed = True
-        if self.model is None and isinstance(model := event.get("model"), str):
-            self.model = model
-        elif "model" in event and event["model"] != self.model:
-            event["model"] = self.model
+        named = self._model
+        if named.told is None and isinstance(model := event.get("model"), str):
+            named.told = model
+        elif "model" in event and event["model"] != named.told:
+            event["model"] = named.told
             changed = True
         return changed

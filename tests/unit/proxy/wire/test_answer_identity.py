@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from balanceroute.proxy.wire.answer_identity import AnswerIdentity, Part
+from balanceroute.proxy.wire.answer_identity import AnswerIdentity, ModelName, Part
 
 WHOLE_ANSWER = Part(public_id="cmpl-whole", created=7)
 
@@ -74,3 +74,12 @@ def test_another_worker_is_checked_from_the_start() -> None:
     identity.expect("r-7-t2", checked=False)
 
     assert not identity.echoed and identity.is_ours("anything")
+
+
+def test_choices_of_one_answer_name_one_model_whatever_their_workers_call_it() -> None:
+    common = Part(model=ModelName())
+    first, second = AnswerIdentity(common), AnswerIdentity(common)
+    events = [{"model": "full/name"}, {"model": "alias"}]
+
+    assert not first.put_into(events[0]) and second.put_into(events[1])
+    assert events[0] == events[1] and first.model == second.model == "full/name"
