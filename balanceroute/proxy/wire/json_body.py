@@ -21,7 +21,8 @@ _IDS_BEGIN: Final = re.compile(rb'"prompt"\s*:\s*(\[)\s*\d')
 _ZEROS: Final = bytes.maketrans(b"123456789", b"000000000")
 _LONG: Final = b"0" * 19  # digits; of as many a number may have more than 64 bits
 _MAX_BYTES_BY_PYTHON: Final = 2**20  # of a body that only Python's JSON reads, which takes ten times as long
-_READ: Final = frozenset(("prompt", "messages", "model", "stop", "stream_options", "cache_salt"))  # here or as tokens
+# fields that are read here, or made tokens of
+_READ: Final = frozenset(("prompt", "messages", "model", "stop", "stream_options", "cache_salt", "vllm_xargs"))
 _MARK: Final = secrets.token_hex(16)  # stands for the ids of a prompt; no client knows it
 _json: Final = msgspec.json.Decoder(msgspec.Raw)  # checks JSON and makes nothing of it
 

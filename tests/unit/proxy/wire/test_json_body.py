@@ -161,6 +161,7 @@ def test_a_label_that_was_cut_within_an_emoji_reaches_the_workers_as_it_is(field
         b'"prompt": "\\ud83d"',
         b'"prompt": "a", "stop": ["\\ud83d"]',
         b'"prompt": "a", "cache_salt": "\\ud83d"',
+        b'"prompt": "a", "vllm_xargs": {"a": "\\ud83d", "kv_transfer_params": {}}',
         b'"prompt": "a", "\\ud83d": 1',
         b'"prompt": "a", "user": "\\ud83d", "top_p": NaN',
         b'"prompt": "a", "user": "\\ud83d", "x": "\xff"',
