@@ -141,6 +141,12 @@ def convert_trace(
         if kind not in READERS or path.half_line is None or not columns.arrivals:
             raise  # logs have told half lines from others already
         damaged.append(path.half_line)
+    foreign = router_log.foreign or vllm_log.foreign
+    if format == TraceFormat.AUTO and foreign:
+        raise InputError(
+            f"{path}: holds requests of this router and of vLLM (the first of the other kind is line {foreign}); "
+            "name one of them: trace convert --format router or vllm"
+        )
     damaged += [*router_log.damaged, *vllm_log.damaged]
     if without_output and not columns.arrivals:
         raise InputError(f"{path}: none of its {without_output:,} requests generated anything")

@@ -160,7 +160,7 @@ def load_trace(
     form = guess_format(source)
     if form is None:
         return read_trace(source, on_note).head(rows)
-    conversion = convert_trace(source, form)
+    conversion = convert_trace(source)
     for note in conversion.notes:
         on_note(note)
     return conversion.trace.head(rows)

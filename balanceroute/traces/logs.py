@@ -36,6 +36,7 @@ CRI = re.compile(r"\d{4}-\d\d-\d\dT\S+ (?P<stream>stdout|stderr) (?P<tag>[PF]) "
 LEFT_OUT = re.compile(r'"MESSAGE"\s*:\s*null')  # by `journalctl -o json` without --all: above 4096 bytes
 VLLM_JSON = re.compile(r'\{"asctime": "\d{4}-')  # how each line of vLLM's JSON log begins
 PLAIN_ROUTER = re.compile(r"\d\d:\d\d:\d\d\.\d{3} [A-Z]+ +(?:\[[^]]*\] )?request ")  # `log.format: plain`
+ROUTER_REQUEST = re.compile(r'"event": ?"request"[,}]')
 ROUTER_LINE = re.compile(r'\{\s*"time"')  # how each line of its JSON log begins
 FIRST_YEAR, LEAP_YEAR = 2001, 2004  # of stamps that have none: no year up to the second one has a 29 February
 MOST_CHOICES = 65536  # that `limits.max_choices` may be
@@ -124,9 +125,13 @@ def as_text(text: str) -> str:
 
 @dataclass(slots=True)
 class RouterLog:
-    """Reads this router's JSON log; `damaged` are the lines that cannot be read, by number, each with the reason."""
+    """Reads this router's JSON log; `damaged` are the lines that cannot be read, by number, each with the reason.
+
+    `foreign`: the number of the first line in which a vLLM has received a request; 0: there is none.
+    """
 
     damaged: dict[int, str] = field(default_factory=dict)
+    foreign: int = 0
 
     def rows(self, path: Source) -> Iterator[Row]:
         """The requests in the log; failed ones may lack prompt or answer. Other lines are skipped.
@@ -156,6 +161,8 @@ class RouterLog:
         for line, text in log_lines(path):
             _, brace, rest = text.partition("{")
             if '"event"' not in rest and not ROUTER_LINE.match(brace + rest):
+                if not self.foreign and (stamp := STAMP.search(text)) and RECEIVED.match(text, stamp.end()):
+                    self.foreign = line
                 continue
             try:
                 entry = json_object(brace + rest)
@@ -269,17 +276,18 @@ class VllmLog:
 
     `unanswered`: those of them whose answers it does not mention. `promptless`: of how many others it has no prompt.
     `damaged`: numbers of the lines that journald has left out, and of the last line, where no line end follows: half a
-    text would count as all of it.
+    text would count as all of it. `foreign`: the number of the first line with a request of this router; 0: none.
     """
 
     estimated: int = 0
     promptless: int = 0
     unanswered: int = 0
     damaged: list[int] = field(default_factory=list)
+    foreign: int = 0
 
     def rows(self, path: Source) -> Iterator[Row]:
         """The requests in order of arrival. Raises: InputError: there are none, or none with a prompt."""
-        requests = logged_requests(path, self.damaged)
+        requests = logged_requests(path, self)
         if path.half_line is not None:
             self.damaged.append(path.half_line)
         if not requests:
@@ -308,11 +316,11 @@ class LeapDay(Exception):
         self.first_year = first_year
 
 
-def logged_requests(path: Source, damaged: list[int], first_year: int = FIRST_YEAR) -> list[Logged]:
+def logged_requests(path: Source, log: VllmLog, first_year: int = FIRST_YEAR) -> list[Logged]:
     """What whole lines of a vLLM log say of each request, in order of arrival.
 
     Clients choose ids, and use one again (each run of `vllm bench serve` has the same): answers are to the last request
-    of the id. Lines that journald has left out are added to `damaged`. Raises: InputError: a time is none.
+    of the id. Lines that journald has left out are added to `log.damaged`. Raises: InputError: a time is none.
     """
     all_of_them: list[Logged] = []
     requests: dict[str, Logged] = {}
@@ -324,11 +332,13 @@ def logged_requests(path: Source, damaged: list[int], first_year: int = FIRST_YE
         if not stamp or line == path.half_line:
             if not stamp and LEFT_OUT.search(text):
                 lost.append(line)
+            elif not (stamp or log.foreign) and ROUTER_REQUEST.search(text):
+                log.foreign = line
             continue
         try:
             when = following(stamp[1], when, path, line, first_year)
         except LeapDay as found:  # from then on all is a day later
-            return logged_requests(path, damaged, found.first_year)
+            return logged_requests(path, log, found.first_year)
         if received := RECEIVED.match(text, stamp.end()):
             requests[received["id"]] = entry = Logged(line, when.timestamp())
             all_of_them.append(entry)
@@ -342,7 +352,7 @@ def logged_requests(path: Source, damaged: list[int], first_year: int = FIRST_YE
                 early[details["id"]] = details["rest"]
         elif (response := RESPONSE.match(text, stamp.end())) and (known := find(requests, response["id"])):
             known.see_answer(response["rest"], response["part"])
-    damaged += lost
+    log.damaged += lost
     return all_of_them
 
 

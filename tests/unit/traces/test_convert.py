@@ -396,6 +396,19 @@ def test_logs_that_docker_and_journald_have_wrapped_in_json_are_read(
         assert convert_trace(written(tmp_path / "container.log", "".join(lines))).format is kind
 
 
+@pytest.mark.parametrize("router_first", [True, False])
+def test_a_log_with_requests_of_this_router_and_of_vllm_is_read_as_the_kind_that_is_named(
+    router_first: bool, tmp_path: Path
+) -> None:
+    """As `docker compose logs` prints all servers of a cluster."""
+    engine = vllm_log(("01-01 00:00:00", "Received request a: prompt: 'x', params: (max_tokens=16)"))
+    path = written(tmp_path / "all.log", ROUTER + engine if router_first else engine + ROUTER)
+    for read in (convert_trace, lambda path: load_trace(str(path))):
+        with pytest.raises(InputError, match=r"of this router and of vLLM .* --format router or vllm"):
+            read(path)
+    assert len(convert_trace(path, "router").trace) == 2 and len(convert_trace(path, "vllm").trace) == 1
+
+
 @pytest.mark.parametrize("message", [[300], ["INFO"], [1.5], {}, 7])
 def test_messages_in_journald_s_objects_that_are_no_text_are_passed_over(message: object, tmp_path: Path) -> None:
     log = vllm_log(("01-01 00:00:00", "Received request a: prompt: 'x', params: (max_tokens=16)"))
