@@ -1,17 +1,28 @@
 """`python -m balanceroute.testing [--predictor] MODULE:CLASS [NAME=VALUE ...]`."""
 
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Final, ParamSpec, TypeVar
 
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
 from balanceroute.errors import BalanceRouteError
 from balanceroute.parameters import parse_options, parse_params
-from balanceroute.plugins import learn_policy, make_predictor
+from balanceroute.plugins import learn_policy, make_predictor, place
 from balanceroute.testing import RuleBroken, check_policy, check_predictor
 from balanceroute.testing.costs import slow_decisions, slow_predictions
 
 USAGE = "usage: python -m balanceroute.testing [--predictor] MODULE:CLASS [NAME=VALUE ...]"
+P = ParamSpec("P")
+T = TypeVar("T")
+MOST_S: Final = 60.0  # from one that is made to the next; before each decision of a round one is made
+
+
+class TooLong(BaseException):
+    """The policy or predictor has not answered for `MOST_S`; no error that a check would take for the user's own."""
 
 
 def main(arguments: list[str]) -> int:
@@ -28,17 +39,22 @@ def main(arguments: list[str]) -> int:
     try:
         if of_predictor:
             options = parse_options("option", params)
-            own_predictor = partial(make_predictor, name, options=options)
-            warn(name, slow_predictions(own_predictor))
-            check_predictor(own_predictor)
+            with time_limit():
+                own_predictor = in_time(partial(make_predictor, name, options=options))
+                warn(name, slow_predictions(own_predictor))
+                check_predictor(own_predictor)
         else:
             learn_policy(name)
             settings = parse_params(PolicySettings(policy=name), params)
-            own_policy = partial(make_policy, settings)
-            warn(name, slow_decisions(own_policy))
-            check_policy(own_policy)
+            with time_limit():
+                own_policy = in_time(partial(make_policy, settings))
+                warn(name, slow_decisions(own_policy))
+                check_policy(own_policy)
     except RuleBroken as error:
         print(f"{name}: {error}")
+        return 1
+    except TooLong as error:
+        print(f"{name}: it has not answered for {MOST_S:g} s{place(error)}")
         return 1
     except BalanceRouteError as error:
         print(f"balanceroute.testing: {error}", file=sys.stderr)
@@ -47,6 +63,31 @@ def main(arguments: list[str]) -> int:
         return 130
     print(f"{name}: keeps the rules")
     return 0
+
+
+@contextmanager
+def time_limit() -> Iterator[None]:
+    """From the first one made (`in_time`) to the end, `TooLong` is raised wherever the code is that does not end."""
+    before = signal.signal(signal.SIGALRM, _raise_too_long)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def in_time(make: Callable[P, T]) -> Callable[P, T]:
+    """The same maker, which begins `MOST_S` anew."""
+
+    def made(*args: P.args, **kwargs: P.kwargs) -> T:
+        signal.setitimer(signal.ITIMER_REAL, MOST_S)
+        return make(*args, **kwargs)
+
+    return made
+
+
+def _raise_too_long(*_: object) -> None:
+    raise TooLong
 
 
 def warn(name: str, fault: str) -> None:

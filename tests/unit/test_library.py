@@ -22,6 +22,7 @@ from balanceroute.core.types import RequestSpec, Role, WorkerSpec
 from balanceroute.errors import ConfigError, InputError
 from balanceroute.explain import explain
 from balanceroute.testing import RuleBroken, check_policy, costs
+from balanceroute.testing import __main__ as testing_command
 from balanceroute.testing.__main__ import main as conformance
 from tests.commands import run_command
 
@@ -518,6 +519,21 @@ def test_the_kit_says_in_one_line_what_a_policy_raised_and_where(capsys: pytest.
     raised = "it raises ZeroDivisionError('nothing to divide by') (test_library.py, line "
     assert output.startswith(f"tests.unit.test_library:Raises: round 0: rule 1: {raised}")
     assert output.count("\n") == 1
+
+
+class Endless(Broken):
+    def decide(self, snapshot, now):  # type: ignore[no-untyped-def]
+        while True:
+            pass
+
+
+def test_the_kit_names_the_place_in_a_policy_that_never_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(testing_command, "MOST_S", 0.2)
+    assert conformance(["tests.unit.test_library:Endless"]) == 1
+    said = "tests.unit.test_library:Endless: it has not answered for 0.2 s (test_library.py, line "
+    assert capsys.readouterr().out.startswith(said)
 
 
 def test_the_kit_is_a_command_with_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
