@@ -23,7 +23,7 @@ from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.snapshot_json import snapshot_to_dict
-from balanceroute.core.state import state_from_dict
+from balanceroute.core.state import misspelt, state_from_dict
 from balanceroute.core.target_fit import TargetFit, is_worth
 from balanceroute.core.tracker import DecodeInstanceState
 from balanceroute.core.types import Admit, WorkerState
@@ -154,6 +154,8 @@ def explain(state: Any, policy_name: str | None = None) -> Explanation:
     names it, too. Raises: InputError that names the field when it cannot be read, ConfigError for an unknown policy, or
     one of your own that raises.
     """
+    if isinstance(state, dict) and (wrong := misspelt(state)):
+        raise InputError(wrong)
     if policy_name is not None:
         state = _decided_by(policy_name, state)
     elif isinstance(state, dict):

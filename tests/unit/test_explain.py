@@ -270,6 +270,25 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return exit_code(monkeypatch, "explain", *arguments)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_poled": 3}, "^max_poled: unknown; did you mean max_pooled?"),
+        (
+            {"workers": [{"id": "d", "slots": 1, "slow_down": 2}]},
+            r"^workers\[0\].slow_down: unknown; did you mean slowd",
+        ),
+        ({"waiting": [{"id": "r", "prompt_tokens": 1, "prio_rity": 1}]}, r"^waiting\[0\].prio_rity: .* mean priority"),
+        ({"means": {"prompt_tokens": 1, "answer_token": 3}}, r"^means.answer_token: unknown; did you mean answer_to"),
+    ],
+)
+def test_a_misspelt_name_is_refused_and_its_default_not_taken(change: dict[str, Any], message: str) -> None:
+    workers = [{"id": "d0", "slots": 1}]
+    with pytest.raises(InputError, match=message):
+        explain({"policy": "br_0", "workers": workers, **change})
+    assert explain({"policy": "br_0", "workers": workers, "of_another_version": 1}).workers
+
+
 def test_the_command_prints_tables_or_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
