@@ -602,6 +602,8 @@ class Scheduler:
         snapshot = self.snapshot
         if not snapshot.n_in_barrier or _all_down(snapshot.prefillers):
             return RejectReason.NO_WORKERS
+        if self.config.max_queued == 0:
+            return RejectReason.QUEUE_FULL
         if self._begins_in_pool(spec.max_new_tokens):
             bound, waiting = self.config.max_pooled, len(snapshot.pool)
         else:

@@ -158,6 +158,20 @@ def test_arrivals_are_refused_when_the_pool_is_full() -> None:
     assert scheduler.submit(a_request("b"), 0.0) == Reject("b", RejectReason.QUEUE_FULL)
 
 
+def test_a_full_pool_refuses_no_arrival_that_needs_no_slot() -> None:
+    scheduler = decode_first(max_pooled=1)
+    for worker in ("d0", "d1"):
+        scheduler.set_worker_state(worker, WorkerState.DRAINING, 0.0)
+    scheduler.submit(a_request("fills the pool"), 0.0)
+    assert scheduler.submit(RequestSpec("scored", 100, max_new_tokens=0), 0.0) is None
+    assert scheduler.dispatch(0.0) == [Prefill("scored", "p0")]
+
+
+def test_a_bound_of_no_waiting_request_refuses_all_also_those_that_would_begin_in_the_pool() -> None:
+    scheduler = decode_first(max_queued=0)
+    assert scheduler.submit(a_request("a"), 0.0) == Reject("a", RejectReason.QUEUE_FULL)
+
+
 def test_requests_of_a_lower_priority_value_are_prefilled_first() -> None:
     scheduler = decode_first()
     for name, priority in (("later", 1), ("first", 0)):
