@@ -2,10 +2,10 @@
 
 A restarted brain would otherwise have only the configuration: it would not know workers that were added by hand, or
 that are leaving, although they have streams, and would bring back removed ones. The file also names the workers that
-are down: the next brain would send them requests until it has checked them. It is valid for a lineage: a router and its
-successors, by a number that the first one draws. It is dropped at a restart of the whole router, and when a router of
-another machine leads meanwhile (`lease.py`), because operators have used that one since. A reload while no brain led is
-applied to the file as a brain would have applied it.
+are down, or under trial: the next brain would fill them with requests before it knows. It is valid for a lineage: a
+router and its successors, by a number that the first one draws. It is dropped at a restart of the whole router, and
+when a router of another machine leads meanwhile (`lease.py`), because operators have used that one since. A reload
+while no brain led is applied to the file as a brain would have applied it.
 """
 
 import asyncio
@@ -28,11 +28,13 @@ from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.telemetry.ticks import until_tick_s
 from balanceroute.proxy.telemetry.troubles import Trouble
+from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.places import Places
 
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.25
+_UNTRIED: Final = (CircuitState.OPEN, CircuitState.HALF_OPEN, CircuitState.TRIAL)  # rests end about as soon as a brain
 FIRST: Final = 1  # the number of a router's first configuration
 
 
@@ -42,7 +44,8 @@ class Changes(msgspec.Struct, frozen=True):
     `added`: also workers that differ from the configuration's of the same id, which are in `replaced`. `removed` and
     `replaced`: as the configuration described them; a worker that it describes differently now is as it says.
     `options`: of that policy. `workers`: all that the router has, because workers that leave may still have requests.
-    `down`: those of them that did not pass their last health check. `number`: of the configuration
+    `down`: those of them that did not pass their last health check. `untried`: those that are to have one request only,
+    because earlier ones have failed there, or got no token. `number`: of the configuration
     (`parent/configured.py`). `epoch`: of the brain that wrote this.
     """
 
@@ -55,6 +58,7 @@ class Changes(msgspec.Struct, frozen=True):
     options: dict[str, Option] = {}
     workers: tuple[WorkerSpec, ...] = ()
     down: tuple[str, ...] = ()
+    untried: tuple[str, ...] = ()
     number: int = 0
     epoch: int = 0
 
@@ -109,8 +113,10 @@ class Changes(msgspec.Struct, frozen=True):
         for spec in self.workers:
             if spec.id not in fleet:
                 fleet.leave(fleet.restore(spec))
-        down = set(self.down)
+        down, untried = set(self.down), set(self.untried)
         for worker in fleet:
+            if worker.id in untried:
+                worker.circuit.await_trial()
             if worker.id in down:
                 worker.doubted = True  # not out: requests would leave a group before this brain knows that it is frozen
                 fleet.update(worker)
@@ -143,6 +149,7 @@ def changes_of(
         options=dict(routing.options) if chosen else {},
         workers=tuple(worker.spec for worker in services.fleet),
         down=tuple(worker.id for worker in services.fleet if worker.doubted or not worker.healthy),
+        untried=tuple(worker.id for worker in services.fleet if worker.circuit.state in _UNTRIED),
         number=number,
         epoch=epoch,
     )

@@ -116,6 +116,10 @@ class Circuit:
         if self.state is OPEN:
             self._enter(HALF_OPEN, None)
 
+    def await_trial(self) -> None:
+        """Let one request try the worker before others are sent: an earlier brain had not closed its circuit."""
+        self._enter(HALF_OPEN, None)
+
     def tick(self, now: float) -> None:
         """End a rest, or make an open circuit half-open, if its time is over."""
         if now < self._until - TICK_EARLY_S:

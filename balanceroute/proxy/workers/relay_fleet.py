@@ -1,7 +1,8 @@
 """A relay's workers: the relay holds connections to them, the brain judges them.
 
 A request's result at a worker is reported to the brain (`Finding`), whose circuit decides; the relay uses the last
-state that the brain sent. While there is no brain, nothing is reported: the next one begins with closed circuits.
+state that the brain sent. While there is no brain, nothing is reported: the next one begins with what the last one has
+written down of circuits (`run_folder/changes.py`).
 """
 
 import asyncio

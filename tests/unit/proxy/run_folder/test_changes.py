@@ -17,6 +17,7 @@ from balanceroute.proxy.link.leadership import AnotherLeads
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.ops.steering import with_policy
 from balanceroute.proxy.run_folder.changes import LOOK_S, Changes, KeptChanges, changes_of
+from balanceroute.proxy.workers.circuit import CircuitState
 from tests.unit.proxy.virtual_time import a_config, a_router, let_pass, script, with_virtual_time
 
 LINEAGE = 7
@@ -403,3 +404,23 @@ async def test_a_reload_without_a_brain_restores_changed_workers_and_the_configu
     led = kept_in(path, number=4)
     led.keep(services, base)
     assert kept_in(path, number=4).last.policy == "random", "chosen since that reload"
+
+
+@with_virtual_time
+async def test_under_the_next_brain_a_worker_that_generated_no_tokens_gets_one_request_before_others() -> None:
+    services, other = a_router(), a_router()
+    for name, state in (("d1", CircuitState.OPEN), ("d2", CircuitState.TRIAL)):
+        circuit = services.fleet[name].circuit
+        circuit.open(services.loop.time(), "it generated no tokens")
+        if state is CircuitState.TRIAL:
+            circuit.reachable()
+            circuit.used()
+        assert circuit.state is state
+    services.fleet["d0"].circuit.busy(services.loop.time())  # it only rests
+    changes_of(services, services.config, LINEAGE).apply(other)
+    await health_monitor(other).polling.once()
+    found = {worker.id: worker.circuit.state for worker in other.fleet if worker.id.startswith("d")}
+    assert found == {"d0": CircuitState.CLOSED, "d1": CircuitState.HALF_OPEN, "d2": CircuitState.HALF_OPEN}
+    assert all(worker.state is WorkerState.UP for worker in other.fleet)
+    other.fleet["d1"].circuit.used()
+    assert other.fleet["d1"].state is WorkerState.DRAINING
