@@ -156,6 +156,8 @@ def create_app(
         loop = asyncio.get_running_loop()
         services = app.services = build_services(config, loop, predictor, strict, journal, perimeter, tls, pins)
         app.hot = hot_routes(services)
+        for worker in services.fleet:
+            services.fleet.await_answer(worker)  # it may be down
         start(services, dashboard.recorder)
         try:
             yield

@@ -127,6 +127,7 @@ async def relayed(
             relays = [await stack.enter_async_context(a_relay(config, folder, name)) for name in names]
             await until(lambda: brain.hub.settled.is_set() and len(brain.hub.members) == count)
             await until(lambda: all(relay.app.services.known.is_set() for relay in relays))
+            await until(lambda: not any(worker.unknown for worker in brain.services.fleet))
             yield Relayed(config, folder, brain, relays, cluster)
     finally:
         shutil.rmtree(folder.folder)

@@ -190,6 +190,9 @@ async def running(
             served(app, send_buffer_bytes) as url,
             httpx.AsyncClient(base_url=url, **PLAIN, timeout=120.0, limits=limits) as client,
         ):
+            urls = {*cluster.prefill_urls, *cluster.decode_urls}
+            known = [worker for worker in app.services.fleet if worker.spec.url in urls]
+            await until(lambda: not any(worker.unknown for worker in known))
             yield Router(client, app, cluster, url)
 
 

@@ -143,6 +143,7 @@ class Admin:
             "decode": {each.id: each.state for each in view.decoders},
         }
         down = [name for tier in tiers.values() for name, state in tier.items() if state is WorkerState.DOWN]
+        down += [worker.id for worker in services.fleet if worker.unknown and worker.id not in down]
         withdrawn = services.fleet.withdrawn()
         up = {tier: len(states.keys() - withdrawn.union(down)) for tier, states in tiers.items()}
         ready = not view.draining and all(up.values())

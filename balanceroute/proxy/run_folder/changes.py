@@ -89,7 +89,8 @@ class Changes(msgspec.Struct, frozen=True):
 
         An added worker that is down is waited for: it may have served for long. One whose server the configuration
         names under another name by now leaves: that server would get twice its share. A drained server stays drained
-        under another name. A worker that was down gets no new requests before its first answer.
+        under another name. A worker that was down, or that no brain has known, gets no new requests before its first
+        answer.
         """
         fleet = services.fleet
         configured = {worker.id: worker.spec for worker in fleet}
@@ -113,13 +114,12 @@ class Changes(msgspec.Struct, frozen=True):
         for spec in self.workers:
             if spec.id not in fleet:
                 fleet.leave(fleet.restore(spec))
-        down, untried = set(self.down), set(self.untried)
+        down, untried, known = set(self.down), set(self.untried), {spec.id: spec for spec in self.workers}
         for worker in fleet:
             if worker.id in untried:
                 worker.circuit.await_trial()
-            if worker.id in down:
-                worker.doubted = True  # not out: requests would leave a group before this brain knows that it is frozen
-                fleet.update(worker)
+            if worker.id in down or known.get(worker.id) != worker.spec:
+                fleet.await_answer(worker)  # not out: its group may be frozen, which this brain does not know yet
 
 
 def changes_of(

@@ -102,7 +102,7 @@ class Worker:
         self.checks_failed = 0  # health checks in a row
         self.alive_check: asyncio.Task[bool] | None = None  # the last one outside the regular checks
         self.unreached = 0  # reads of a prefiller's metrics that failed in a row
-        self.doubted = False  # the last check had no answer: no new requests until the next one
+        self.doubted = False  # no new requests before its next answer: there has been none yet, or the last is overdue
         self.stalled = False
         self.joining: tuple[int, float] | None = None  # attempts left, and the time of the next one
         self.drained = False
@@ -171,6 +171,11 @@ class Worker:
         return not self.healthy or self.stalled
 
     @property
+    def unknown(self) -> bool:
+        """Whether it gets no requests because it has answered no health check of this process yet."""
+        return self.doubted and not self.seen_healthy
+
+    @property
     def able(self) -> bool:
         """Whether the worker takes requests, or will after a rest."""
         return self.state is not WorkerState.DOWN and not (self.drained or self.leaving)
@@ -195,6 +200,7 @@ def why_not_up(worker: Worker) -> str:
         (worker.circuit.state is CircuitState.OPEN, _with("requests to it fail", worker.circuit.reason)),
         (worker.leaving, "it was removed and finishes what it has"),
         (worker.drained, "it was drained by an operator"),
+        (worker.unknown, "it has not answered /health yet"),
         (worker.doubted, "its last health check had no answer"),
         (
             worker.circuit.state is not CircuitState.CLOSED,
@@ -386,6 +392,11 @@ class Fleet:
                 if _place(each.spec) == place:
                     each.cache_salt = salt
             self.on_change()
+
+    def await_answer(self, worker: Worker) -> None:
+        """Send a worker no new requests before it answers a health check. It is not out: what it has stays there."""
+        worker.doubted = True
+        self.update(worker)
 
     def drain(self, worker: Worker) -> None:
         """Drain a worker for an operator: no new requests."""

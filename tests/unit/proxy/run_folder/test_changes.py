@@ -100,6 +100,15 @@ async def test_the_next_brain_sends_nothing_to_a_worker_that_was_down_until_it_a
 
 
 @with_virtual_time
+async def test_the_next_brain_sends_nothing_to_a_worker_that_no_brain_has_known_until_it_answers() -> None:
+    services, other = a_router(a_config(1, 2)), a_router(a_config(1, 3))
+    changes_of(services, services.config, LINEAGE).apply(other)
+    assert {worker.id for worker in other.fleet if worker.state is not WorkerState.UP} == {"d2"}
+    await health_monitor(other).polling.once()
+    assert other.fleet["d2"].state is WorkerState.UP
+
+
+@with_virtual_time
 async def test_the_next_brain_keeps_leaving_workers_whatever_its_configuration_lists() -> None:
     services = a_router()
     services.fleet.add(NEW, 3)

@@ -23,8 +23,8 @@ def go_down(services: Services, worker: Worker) -> None:
 
 
 def doubt(services: Services, worker: Worker) -> None:
-    worker.doubted = True
-    services.fleet.update(worker)
+    worker.seen_healthy = True
+    services.fleet.await_answer(worker)
 
 
 def stall(services: Services, worker: Worker) -> None:
@@ -35,6 +35,7 @@ def stall(services: Services, worker: Worker) -> None:
 CHANGES: dict[str, tuple[Change, str]] = {
     "stalled": (stall, "generates no tokens"),
     "never seen": (lambda services, worker: services.fleet.set_healthy(worker, False), "has not answered /health yet"),
+    "never asked": (lambda services, worker: services.fleet.await_answer(worker), "has not answered /health yet"),
     "gone": (go_down, "it does not answer /health"),
     "circuit open": (lambda services, worker: fail(services, worker, 3), "requests to it fail (status 500)"),
     "leaving": (lambda services, worker: services.fleet.leave(worker), "removed"),
