@@ -90,7 +90,7 @@ class Changes(msgspec.Struct, frozen=True):
         An added worker that is down is waited for: it may have served for long. One whose server the configuration
         names under another name by now leaves: that server would get twice its share. A drained server stays drained
         under another name. A worker that was down, or that no brain has known, gets no new requests before its first
-        answer.
+        answer; one that was up is not out before as many failed checks as ever.
         """
         fleet = services.fleet
         configured = {worker.id: worker.spec for worker in fleet}
@@ -118,7 +118,8 @@ class Changes(msgspec.Struct, frozen=True):
         for worker in fleet:
             if worker.id in untried:
                 worker.circuit.await_trial()
-            if worker.id in down or known.get(worker.id) != worker.spec:
+            worker.seen_healthy = known.get(worker.id) == worker.spec and worker.id not in down
+            if not worker.seen_healthy:
                 fleet.await_answer(worker)  # not out: its group may be frozen, which this brain does not know yet
 
 

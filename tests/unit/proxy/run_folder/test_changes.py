@@ -100,6 +100,18 @@ async def test_the_next_brain_sends_nothing_to_a_worker_that_was_down_until_it_a
 
 
 @with_virtual_time
+async def test_the_next_brain_takes_a_worker_that_was_up_for_down_after_as_many_failed_checks() -> None:
+    services, other = a_router(), a_router()
+    changes_of(services, services.config, LINEAGE).apply(other)
+    script(other, "d1", ConnectFailed("refused", worker="d1", tier="decode"))
+    monitor = health_monitor(other)
+    for _ in range(other.config.health.failure_threshold):
+        assert other.fleet["d1"].state is WorkerState.UP
+        await monitor.polling.once()
+    assert other.fleet["d1"].state is WorkerState.DOWN
+
+
+@with_virtual_time
 async def test_the_next_brain_sends_nothing_to_a_worker_that_no_brain_has_known_until_it_answers() -> None:
     services, other = a_router(a_config(1, 2)), a_router(a_config(1, 3))
     changes_of(services, services.config, LINEAGE).apply(other)
