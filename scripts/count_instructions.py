@@ -243,7 +243,7 @@ async def _serve_requests(times: int) -> None:
             "listen": {"port": 0},
             "prefill": {"workers": [{"url": prefiller}], "poll_interval_s": 3600},
             "decode": {"workers": [{"url": decoder}]},
-            "health": {"interval_s": 3600},
+            "health": {"interval_s": 3600, "timeout_s": 3600},  # requests wait for an answer, slow here
         }
     )
 
