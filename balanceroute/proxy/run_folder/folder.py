@@ -283,10 +283,12 @@ def _is_our_file(path: Path) -> bool:
     """
     if not stat.S_ISREG(path.lstat().st_mode):
         return False
-    if not os.access(path, os.R_OK | os.W_OK):
-        with suppress(PermissionError):
+    if not os.access(path, os.R_OK | os.W_OK):  # or another process has just renamed it: then `chmod` raises
+        try:
             path.chmod(0o600)
-    return os.access(path, os.R_OK | os.W_OK)
+        except PermissionError:
+            return False
+    return True
 
 
 def cannot_listen(path: Path, error: OSError) -> ConfigError:

@@ -121,6 +121,27 @@ def test_an_obstacle_in_the_run_folder_is_reported_in_one_line_at_the_first_star
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["before it is asked for", "afterwards"])
+def test_a_file_that_another_relay_renames_during_a_start_is_not_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    folder, access = RunFolder(tmp_path), os.access
+    folder.make()
+    written = tmp_path / "pins-relay-0.new"
+    written.touch()
+
+    def accessible(path: Path, mode: int) -> bool:
+        if before:
+            written.unlink(missing_ok=True)
+        found = access(path, mode)
+        written.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(os, "access", accessible)
+    folder.make()
+    assert not written.exists()
+
+
 @pytest.mark.parametrize("name", ["lead", "pins-relay-0", "life-relay-0", "link.sock"])
 def test_an_obstacle_in_the_run_folder_is_moved_aside_at_a_restart(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
