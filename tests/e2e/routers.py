@@ -162,7 +162,8 @@ async def a_router(
         url = f"http://{host_in_url(host)}:{await asyncio.to_thread(listening_port, log, running, logged_before)}"
         async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, **PLAIN) as client:
             router = Router(log, running, client)
-            await until(lambda: len(router.relays) >= relays)
+            await until(lambda: len(router.relays) >= relays or running.poll() is not None)
+            assert running.poll() is None, log.read_text()
             await router.get("/ready")
             yield router
 
