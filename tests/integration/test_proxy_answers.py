@@ -443,8 +443,12 @@ async def test_priority_is_honoured_while_requests_wait() -> None:
             assert reply.status_code == 200
             order.append(priority)
 
-        first = asyncio.ensure_future(ask(5))
+        await router.cluster.inject("d0", "stop_barrier")  # the only slot stays taken until the others wait for it
+        asked = [asyncio.ensure_future(ask(5))]
         snapshot = router.app.services.ledger.scheduler.snapshot
         await until(lambda: snapshot.workers[0].active)
-        await asyncio.gather(first, *(ask(priority) for priority in (3, 2, 1)))
+        asked += [asyncio.ensure_future(ask(priority)) for priority in (3, 2, 1)]
+        await until(lambda: len(snapshot.pool) == 3)
+        await router.cluster.inject("d0", "start_barrier")
+        await asyncio.gather(*asked)
         assert order == [5, 1, 2, 3]
