@@ -55,7 +55,14 @@ async def test_a_completion_is_the_models_own_with_the_exact_prompt_size(stream:
         assert router.cluster.violations() == {}
 
 
-async def test_a_chat_s_estimate_is_corrected_by_the_prefiller() -> None:
+async def test_a_chat_s_estimate_is_corrected_by_the_prefiller(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, seen = Layerwise._prefill_for, asyncio.Event()
+
+    async def held(self: Layerwise, body: bytes) -> Any:
+        await seen.wait()
+        return await prefill(self, body)
+
+    monkeypatch.setattr(Layerwise, "_prefill_for", held)
     async with running(ONE) as router:
         snapshot = router.app.services.ledger.scheduler.snapshot
         request = asyncio.ensure_future(router.client.post("/v1/chat/completions", json=chat("x" * 900, max_tokens=90)))
@@ -65,6 +72,8 @@ async def test_a_chat_s_estimate_is_corrected_by_the_prefiller() -> None:
             sizes.update(tracker.prompt_tokens for tracker in snapshot.decoding())
             return request.done()
 
+        await until(lambda: look() or sizes)
+        seen.set()
         await until(look)
         answer = (await request).json()
         assert answer["usage"]["prompt_tokens"] in sizes and len(sizes) == 2
