@@ -10,20 +10,22 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from balanceroute.config.addresses import host_in_url
+from balanceroute.proxy.link.hub import Patience
 from tests.e2e.routers import LONG, Authority, Router, a_folder, a_router, all_end, streams
 from tests.plain_http import PLAIN
 from tests.ports import free_base_port, loopback
 from tests.processes import Cluster, end_group
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.e2e
-HELD_S = 20.0  # longer than anything waits for a stranger
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +131,23 @@ def test_relays_of_other_machines_survive_the_death_of_the_brain(
         later = [
             stream for n, router in enumerate(those.relays) for stream in streams(router, 3, 20, first=50 + 20 * n)
         ]
-        assert await all_end(begun) == 8
+        complete = await all_end(begun)
         assert await all_end(later) == 6
         assert len(those.brain.brains) == 2 or standbys  # on a busy machine the next one may seem to stand still, too
-        assert not those.brain.were_late
-        assert those.brain.logged("the brain decides")[-1]["relays"] == 3
+        void = sum(line["void"] for line in those.brain.logged("relay joined"))
+        assert 8 - void <= complete <= 8
+        late = [line for line in those.brain.logged("the brain decides")[1:] if line["relays"] < 3]
+        assert not void or late  # a relay that does not come in time finds its slots taken
+        assert all(_waited_s(those.brain, line) >= Patience().grace_s for line in late)
 
     with_machines(test, cluster, tmp_path, standbys)
+
+
+def _waited_s(router: Router, decides: dict[str, Any]) -> float:
+    """For how long a brain has waited for relays, of which not all have come."""
+    (listens,) = router.logged("listening", epoch=decides["epoch"])
+    began, decided = (datetime.fromisoformat(line["time"]) for line in (listens, decides))
+    return (decided - began).total_seconds()
 
 
 @pytest.mark.parametrize("epoch", ["", "100"], ids=["its clock is right", "its clock is behind"])
@@ -214,7 +226,7 @@ def test_a_peer_without_a_link_certificate_gets_no_answer_and_does_no_harm(clust
         """All that the brain sends to who says this, until it closes."""
         writer = None
         try:
-            async with asyncio.timeout(HELD_S):
+            async with asyncio.timeout(PATIENCE_S):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
                 writer.write(sent)
                 return await reader.read()
@@ -265,7 +277,7 @@ async def _is_refused(those: Machines, cluster: Cluster, folder: Path, authority
     waiting = asyncio.get_running_loop().create_task(_run_until_cancelled(cluster, folder, flags, port))
     await until(lambda: log.exists() and "this relay cannot join a brain" in log.read_text())
     assert reason in log.read_text()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", **PLAIN) as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, **PLAIN) as client:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/ready")).status_code == 503
     waiting.cancel()
