@@ -149,7 +149,7 @@ def test_admin_routes_have_a_listener_of_their_own_where_one_is_set(tmp_path: Pa
 
         def status(port: int, method: str, path: str) -> int:
             url = f"{scheme}://127.0.0.1:{port}{path}"
-            return httpx.request(method, url, verify=verify, trust_env=False).status_code
+            return httpx.request(method, url, verify=verify, timeout=PATIENCE_S, trust_env=False).status_code
 
         clients, operators = router.port, int(found[1])
         for method, path, there, here in (
@@ -194,7 +194,8 @@ def test_unfinished_handshakes_block_no_client_and_are_closed_in_time(tmp_path: 
     tls = {"cert_file": str(authority.write_chain(tmp_path / "chain.pem"))}
     limits = {"max_connections": 8, "client_header_timeout_s": 1.0}
     with serving(tmp_path, tls=tls, limits=limits) as router, ExitStack() as stack:
-        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", router.port), 60)) for _ in range(200)]
+        address = ("127.0.0.1", router.port)
+        idle = [stack.enter_context(socket.create_connection(address, PATIENCE_S)) for _ in range(200)]
         half_a_hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
         for number, one in enumerate(idle):
             with suppress(OSError):  # the first of them have made room for the last
