@@ -14,13 +14,13 @@ import yaml
 from balanceroute.config import Config, digest_of, with_sections
 from balanceroute.core.types import Role
 from balanceroute.emulator import Connector, EmulatedCluster
-from balanceroute.errors import KeyLimit
 from balanceroute.proxy import relay_services
 from balanceroute.proxy.brain_app import reload_brain
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.suspicion import Suspect
 from balanceroute.proxy.link.messages import Activity, Counted, Learned, Report
 from balanceroute.proxy.link.remote import NOBODY, RemoteBrain
+from balanceroute.proxy.perimeter.key_table import FAR, REQUESTS
 from balanceroute.proxy.perimeter.key_use import KeyUse
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from balanceroute.proxy.relay_services import COUNTS_S, RelayServices
@@ -189,16 +189,7 @@ async def test_key_use_without_a_brain_is_reported_to_the_next_brain(tmp_path: P
         async with a_brain(router.config, router.folder):
             await until(lambda: one.brain.member is not None and other.brain.member is not None)
             await until(lambda: theirs.elsewhere == 0)
-
-            def none_is_left() -> bool:
-                try:
-                    theirs.enter(other.loop.time())
-                except KeyLimit:
-                    return True
-                theirs.leave(other.loop.time())
-                return False
-
-            await until(none_is_left)
+            await until(lambda: theirs.row.own(REQUESTS + FAR) == 9)
         await until(lambda: one.brain.member is None and other.brain.member is None)
 
 
