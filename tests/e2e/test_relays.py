@@ -232,14 +232,15 @@ def test_a_brain_that_dies_during_a_drain_is_back_and_drains_as_well(cluster: Cl
 
 def test_a_relay_that_is_stopped_during_a_drain_finds_a_brain_when_it_resumes(cluster: Cluster, tmp_path: Path) -> None:
     async def test() -> None:
-        async with a_router(cluster, tmp_path, relays=1) as router:
+        async with a_router(cluster, tmp_path, *PATIENT, relays=1) as router:
             begun = streams(router, 14)  # some wait for a slot
             await all_under_way(router, begun)
-            router.running.send_signal(signal.SIGTERM)
-            await until(lambda: len(router.logged("draining")) == 3)  # one of each process
-            os.kill(router.relays["relay-0"], signal.SIGSTOP)
-            await until(lambda: router.logged("relay lost"))
-            os.kill(router.relays["relay-0"], signal.SIGCONT)
+            with cluster.standing_still():
+                router.running.send_signal(signal.SIGTERM)
+                await until(lambda: len(router.logged("draining")) == 3)  # one of each process
+                os.kill(router.relays["relay-0"], signal.SIGSTOP)
+                await until(lambda: router.logged("relay lost"))
+                os.kill(router.relays["relay-0"], signal.SIGCONT)
             assert await all_end(begun) == 14
             await until(lambda: router.running.poll() is not None)
             assert router.running.returncode == 0 and len(router.brains) == 1
