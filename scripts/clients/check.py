@@ -66,7 +66,7 @@ class Counts:
 
 async def counts(url: str) -> Counts:
     """What /metrics says now."""
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=SETTLE_TIMEOUT_S) as client:
         text = (await client.get(f"{url}/metrics")).text
     found = {"finished": 0, "unfinished": 0, "tokens": 0, "refused": 0}
     for family in text_string_to_metric_families(text):
