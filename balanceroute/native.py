@@ -74,6 +74,8 @@ MODULES: Final = (
     "proxy.link.hub",
     "proxy.link.member_requests",
     "proxy.link.members",
+    "proxy.link.membership",
+    "proxy.link.outbox",
     "proxy.link.remote",
     "proxy.link.token_counts",
     "proxy.perimeter.access",

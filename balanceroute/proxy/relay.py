@@ -44,6 +44,7 @@ from balanceroute.proxy.client.relay_loads import ACCEPTS, Load
 from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.coroutines import start_all, stop_tasks
 from balanceroute.proxy.link.callbacks import CallbackListener, OtherRelays
+from balanceroute.proxy.link.membership import Membership
 from balanceroute.proxy.link.messages import FAR
 from balanceroute.proxy.link.reach import FarReach, Reach, SocketReach
 from balanceroute.proxy.link.remote import NOBODY, RemoteBrain
@@ -139,7 +140,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, lock:
     Raises: ConfigError: a file of the folder can't be used.
     """
     config, tls = configured.config, configured.tls
-    reach, to_brain = _ways_to_brain(config, folder, tls, lambda: app.services.brain.member is not None)
+    reach, to_brain = _ways_to_brain(config, folder, tls, lambda: app.services.membership.member is not None)
     pins = None if config.kv_pin_s is None else _own_pins(folder.pins(name), again)
     closing: list[Callable[[], None]] = [to_brain.close]
     metaserver = None
@@ -180,7 +181,7 @@ def create_relay_app(configured: Configured, folder: RunFolder, name: str, lock:
 def _coroutines(services: RelayServices, lock: int) -> dict[str, Callable[[], Awaitable[None]]]:
     """The coroutines of a relay, by name. `lock`: see `create_relay_app`."""
     coroutines: dict[str, Callable[[], Awaitable[None]]] = {
-        "link": partial(services.brain.run, services),
+        "link": partial(services.membership.run, services),
         "pool_reaper": services.look,
         "counts": services.count,
         "run_folder": services.renew_times,
@@ -256,7 +257,7 @@ def _routes(
     async def ready(request: Request) -> Response:
         if services().brain.leaving:  # the brain may continue: it is on another machine, or belongs to the successor
             return json_response({"status": "draining"}, 503)
-        if services().brain.member is None:  # at once: a dead machine, or a stopped brain, would not even refuse
+        if services().membership.member is None:  # at once: a dead machine, or a stopped brain, would not even refuse
             return error_response(NoHealthyWorkers(NOT_JOINED))
         return await readiness(request)
 
@@ -294,8 +295,8 @@ def build_relay(
     """Make the services of a relay; nothing runs yet."""
     config, perimeter, tls = configured.config, configured.perimeter, configured.tls
     metrics = Metrics(lambda: NOBODY, config.routing.policy)
+    brain = RemoteBrain(loop, bounds(config))
     on_link = _name_on_link(config, folder, name)
-    brain = RemoteBrain(loop, reach, on_link, bounds(config), metrics.tasks_failed.inc)
     counts_file = CountsFile(folder, name)
     metrics.continue_former("relay", counts_file.last())
     fleet = RelayFleet(loop, FleetConfig.of(config, tls.for_workers), brain.report, metrics.forget_worker)
@@ -311,6 +312,7 @@ def build_relay(
         perimeter=perimeter,
         tls=tls,
         brain=brain,
+        membership=Membership(loop, reach, on_link, brain, metrics.tasks_failed.inc),
         to_brain=to_brain,
         folder=folder,
         name=name,

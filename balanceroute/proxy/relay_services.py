@@ -16,6 +16,7 @@ from balanceroute.proxy.client.services import ClientServices
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
 from balanceroute.proxy.life.services import LifeServices
 from balanceroute.proxy.life.suspicion import KNOWN_S, Loss, Suspicions
+from balanceroute.proxy.link.membership import Membership
 from balanceroute.proxy.link.messages import (
     Activity,
     ConnectorDoubted,
@@ -50,10 +51,11 @@ UNKNOWN: Final = "The workers are not known yet, because no process decides for 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RelayServices(ClientServices):
-    """The services of a relay; the `BrainListener` of its `brain`."""
+    """The services of a relay; the `BrainListener` of its `membership`."""
 
     fleet: RelayFleet
     brain: RemoteBrain
+    membership: Membership
     to_brain: ToBrain
     folder: RunFolder
     name: str
@@ -195,7 +197,7 @@ class RelayServices(ClientServices):
 
     def report(self) -> None:
         """Send the brain this relay's activity. While idle it is sent once, so that no process wakes up."""
-        if self.brain.member is None:
+        if self.membership.member is None:
             return  # later key use is sent to the next brain
         uses = self.fleet.uses(self.loop.time(), self.awaited())
         keys = () if self.perimeter.keys is None else self.perimeter.keys.uses()

@@ -45,6 +45,7 @@ from balanceroute.proxy.admission.prefill_dispatcher import PrefillDispatcher
 from balanceroute.proxy.admission.tickets import Ticket, Tickets
 from balanceroute.proxy.link.far import FarListener
 from balanceroute.proxy.link.hub import Hub
+from balanceroute.proxy.link.membership import Membership
 from balanceroute.proxy.link.messages import FAR
 from balanceroute.proxy.link.reach import FarReach, Reach, SocketReach
 from balanceroute.proxy.link.remote import RemoteBrain
@@ -224,9 +225,12 @@ def play(folder: str, port: int | None, seconds: float, pipe: Connection) -> Non
             tls = link_tls(folder)
             reach = FarReach([("127.0.0.1", port)], lambda: tls.relay)
         machine = "" if port is None else f"{FAR}bench"
-        brains = [RemoteBrain(loop, reach, f"{name}{machine}", SchedulerConfig(), print) for name in RELAYS]
+        brains = [RemoteBrain(loop, SchedulerConfig()) for _ in RELAYS]
         parts = [brain.tickets for brain in brains]
-        links = [loop.create_task(brain.run(Deaf())) for brain in brains]
+        links = [
+            loop.create_task(Membership(loop, reach, f"{name}{machine}", brain, print).run(Deaf()))
+            for name, brain in zip(RELAYS, brains, strict=True)
+        ]
         life = Life(parts)
         witnesses = await life.begin()
         began_s = loop.time() + 0.5

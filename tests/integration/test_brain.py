@@ -189,7 +189,7 @@ async def test_the_next_brain_knows_what_operators_have_changed() -> None:
         assert (await client.post("/instances/add", json=joins)).status_code == 200
         await until(lambda: states(relay).get("by-hand") is WorkerState.UP)
         router.brain.end()  # what was answered is kept
-        await until(lambda: relay.app.services.brain.member is None)
+        await until(lambda: relay.app.services.membership.member is None)
         async with a_brain(router.config, router.folder, relays=["relay-0"]) as brain:
             await until(lambda: states(relay).get("by-hand") is WorkerState.UP)
             assert states(relay)[drained] is WorkerState.DRAINING and brain.services.fleet[drained].drained
@@ -226,7 +226,7 @@ async def test_streams_go_on_at_a_worker_that_leaves_when_another_brain_leads(ta
         else:
             await change("remove")
         router.brain.end()
-        await until(lambda: relay.app.services.brain.member is None)
+        await until(lambda: relay.app.services.membership.member is None)
         async with a_brain(config, router.folder, relays=["relay-0"], again=True) as brain:
             await until(brain.hub.settled.is_set)
             assert brain.services.fleet[name].leaving
@@ -276,7 +276,7 @@ async def test_the_next_brain_continues_the_counts_that_the_former_one_has_shown
         shown = KeptCounts(router.folder).of(LEADER)
         assert sum(value for series, value in before.items() if "admissions_total" in series) == 20
         router.brain.end()
-        await until(lambda: relay.app.services.brain.member is None)
+        await until(lambda: relay.app.services.membership.member is None)
         if killed:
             KeptCounts(router.folder).keep(LEADER, shown)
         async with a_brain(router.config, router.folder, relays=["relay-0"]):
@@ -287,7 +287,7 @@ async def test_the_next_brain_continues_the_counts_that_the_former_one_has_shown
             await answered(relay, 20)
             last = await scraped(relay)
             assert sum(value for series, value in last.items() if "admissions_total" in series) == 21
-        await until(lambda: relay.app.services.brain.member is None)
+        await until(lambda: relay.app.services.membership.member is None)
 
 
 class UnreachedBrain:
@@ -363,9 +363,9 @@ async def test_no_count_falls_or_doubles_when_files_of_relays_that_are_gone_are_
         await until(all_kept)
         assert finished(await scraped(relay)) == 4 and KeptCounts(router.folder).gone() == set()
         router.brain.end()
-        await until(lambda: relay.app.services.brain.member is None)
+        await until(lambda: relay.app.services.membership.member is None)
         async with a_brain(router.config, router.folder, relays=["relay-0"]):
-            await until(lambda: relay.app.services.brain.member is not None)
+            await until(lambda: relay.app.services.membership.member is not None)
             assert finished(await scraped(relay)) == 4
 
 
@@ -377,7 +377,7 @@ async def test_a_brain_that_no_longer_leads_neither_stores_nor_shows_counts() ->
         router.folder.lead.unlink()  # as far as it can tell, somebody else has put another one there
         KeptCounts(router.folder).keep(LEADER, b"another brain's")
         assert (await relay.client.get("/metrics")).status_code == 503
-        await until(lambda: relay.app.services.brain.member is None)
+        await until(lambda: relay.app.services.membership.member is None)
         assert KeptCounts(router.folder).of(LEADER) == b"another brain's"
 
 
@@ -394,7 +394,7 @@ async def test_a_brain_that_leads_no_more_has_no_members_before_its_server_ends(
     async with relayed(FAST, count=1) as router:
         router.brain.end = lambda: None  # on a busy machine that takes long
         router.folder.lead.unlink()
-        await until(lambda: router.relays[0].app.services.brain.member is None)
+        await until(lambda: router.relays[0].app.services.membership.member is None)
         assert not router.brain.hub.members
 
 

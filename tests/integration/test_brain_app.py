@@ -167,7 +167,7 @@ async def test_a_restarted_brain_leads_without_a_broken_predictor_until_a_reload
         routing = {"policy": "br_h", "horizon_steps": 4}
         config = validate(tree | {"routing": routing, "predictor": predictor})
         router.brain.end()
-        await until(lambda: relay.app.services.brain.member is None)
+        await until(lambda: relay.app.services.membership.member is None)
         with pytest.raises(InputError):
             async with a_brain(config, router.folder, relays=["relay-0"]):
                 pass
@@ -206,7 +206,7 @@ async def test_a_restarted_brain_uses_the_default_policy_until_a_reload_can_impo
             module.write_text(broken)
         forgotten()
         router.brain.end()
-        await until(lambda: relay.app.services.brain.member is None)
+        await until(lambda: relay.app.services.membership.member is None)
         with pytest.raises(ConfigError):
             async with a_brain(config, router.folder, relays=["relay-0"]):
                 pass

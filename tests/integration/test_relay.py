@@ -45,7 +45,7 @@ async def test_relays_stay_alive_without_a_brain_and_new_requests_wait_for_one()
     async with relayed(FAST, count=1) as router:
         relay = router.relays[0]
         router.brain.end()
-        await until(lambda: relay.app.services.brain.member is None)
+        await until(lambda: relay.app.services.membership.member is None)
         assert (await relay.client.get("/health")).status_code == 200
         ready = await relay.client.get("/ready")
         assert ready.status_code == 503 and ready.headers["retry-after"]
@@ -79,7 +79,7 @@ async def test_a_relay_whose_brain_is_silent_says_at_once_that_it_is_not_ready(f
 async def test_a_draining_relay_is_not_ready_whatever_the_state_of_its_brain() -> None:
     async with relayed(FAST, count=1) as router:
         relay = router.relays[0]
-        await until(lambda: relay.app.services.brain.member is not None)
+        await until(lambda: relay.app.services.membership.member is not None)
         assert (await relay.client.get("/ready")).status_code == 200
         relay.app.services.begin_drain()
         ready = await relay.client.get("/ready")

@@ -180,17 +180,17 @@ async def test_key_use_without_a_brain_is_reported_to_the_next_brain(tmp_path: P
         (ours,), (theirs,) = one.perimeter.keys or (), other.perimeter.keys or ()
         theirs.used_elsewhere("relay-0", KeyUse("a", 5, 0, 0), 0.0)  # in flight, says the brain that is there
         router.brain.end()
-        await until(lambda: one.brain.member is None and other.brain.member is None)
+        await until(lambda: one.membership.member is None and other.membership.member is None)
         for _ in range(9):
             ours.enter(one.loop.time())
             ours.leave(one.loop.time())
         looked_s = one.last_look_s
         await until(lambda: one.last_look_s > looked_s + 0.5)  # it has had the time to tell nobody
         async with a_brain(router.config, router.folder):
-            await until(lambda: one.brain.member is not None and other.brain.member is not None)
+            await until(lambda: one.membership.member is not None and other.membership.member is not None)
             await until(lambda: theirs.elsewhere == 0)
             await until(lambda: theirs.row.own(REQUESTS + FAR) == 9)
-        await until(lambda: one.brain.member is None and other.brain.member is None)
+        await until(lambda: one.membership.member is None and other.membership.member is None)
 
 
 async def test_relays_share_what_may_leave_silent_workers_whatever_their_machines_configure() -> None:
@@ -204,12 +204,12 @@ async def test_a_worker_loss_explained_without_a_brain_reaches_other_relays_with
         cause, bystander = Suspect(), Suspect()
         there.suspicions.lost(bystander, "d1", there.loop.time())
         router.brain.end()
-        await until(lambda: here.brain.member is None and there.brain.member is None)
+        await until(lambda: here.membership.member is None and there.membership.member is None)
         here.suspicions.lost(cause, "d0", here.loop.time())
         assert here.suspicions.lost(cause, "d1", here.loop.time())
         async with a_brain(router.config, router.folder):
             await until(lambda: bystander.explained == 1)
-        await until(lambda: here.brain.member is None and there.brain.member is None)
+        await until(lambda: here.membership.member is None and there.membership.member is None)
 
 
 async def test_a_doubtful_prefix_cache_is_not_reused_by_any_relay_or_under_any_brain() -> None:
@@ -226,7 +226,7 @@ async def test_a_doubtful_prefix_cache_is_not_reused_by_any_relay_or_under_any_b
         here.app.services.fleet.doubt_cache(decoder(here))
         await until(lambda: len(salts(*router.relays)) == 1 and "" not in salts(*router.relays))
         router.brain.end()
-        await until(lambda: here.app.services.brain.member is None and there.app.services.brain.member is None)
+        await until(lambda: all(each.app.services.membership.member is None for each in (here, there)))
         there.app.services.fleet.doubt_cache(decoder(there))  # of what it has cached since
         latest = salts(there)
         assert latest != salts(here)
@@ -234,7 +234,7 @@ async def test_a_doubtful_prefix_cache_is_not_reused_by_any_relay_or_under_any_b
             await until(new.app.services.known.is_set)
             await until(lambda: salts(here, there, new) == latest)
             assert decoder(new, 1).cache_salt == ""
-        await until(lambda: here.app.services.brain.member is None and there.app.services.brain.member is None)
+        await until(lambda: all(each.app.services.membership.member is None for each in (here, there)))
 
 
 async def test_a_connector_condition_of_one_relay_holds_for_all_until_any_relay_learns_the_connector() -> None:
@@ -270,14 +270,14 @@ async def test_what_one_relay_learns_of_a_connector_holds_for_all_relays_and_und
         here.note_connector(here.fleet[name], connector)
         await until(lambda: known(here, there, router.brain.services))
         router.brain.end()
-        await until(lambda: here.brain.member is None and there.brain.member is None)
+        await until(lambda: here.membership.member is None and there.membership.member is None)
         async with (
             a_brain(router.config, router.folder) as brain,
             a_relay(router.config, router.folder, "relay-2") as new,
         ):
             await until(new.app.services.known.is_set)
             await until(lambda: known(here, there, new.app.services, brain.services))
-        await until(lambda: here.brain.member is None and there.brain.member is None)
+        await until(lambda: here.membership.member is None and there.membership.member is None)
 
 
 async def test_a_relay_that_was_away_while_a_worker_returned_as_another_version_takes_its_new_connector() -> None:
@@ -287,15 +287,15 @@ async def test_a_relay_that_was_away_while_a_worker_returned_as_another_version_
         here.note_connector(here.fleet[name], "nixl")
         at_brain = router.brain.services.fleet[name]
         await until(lambda: at_brain.kv_connector == there.fleet[name].kv_connector == "nixl")
-        member, here.brain.listener = here.brain.member, Heard()  # as if it heard nothing
+        member, here.membership.listener = here.membership.member, Heard()  # as if it heard nothing
         at_brain.kv_connector, at_brain.ended_at = None, 2.0
         there.fleet[name].kv_connector = None
         there.note_connector(there.fleet[name], "mooncake_v1")
         await until(lambda: at_brain.kv_connector == "mooncake_v1")
-        here.brain.listener = here
-        assert here.brain._frames is not None
-        here.brain._frames.abort("the network broke")
-        await until(lambda: here.brain.member not in (None, member))
+        here.membership.listener = here
+        assert here.brain.outbox.frames is not None
+        here.brain.outbox.frames.abort("the network broke")
+        await until(lambda: here.membership.member not in (None, member))
         await until(lambda: here.fleet[name].kv_connector == "mooncake_v1")
         assert at_brain.kv_connector == "mooncake_v1"
 
@@ -304,7 +304,7 @@ async def test_a_prefiller_that_cannot_push_costs_its_request_and_no_connection_
     connector = Connector.MOONCAKE_LAYERWISE
     async with relayed(replace(FAST, connector=connector), count=1, connector=str(connector)) as router:
         services = router.relays[0].app.services
-        member, name = services.brain.member, services.fleet.of(Role.PREFILL)[0].id
+        member, name = services.membership.member, services.fleet.of(Role.PREFILL)[0].id
         with pytest.raises(WrongConnector):
             services.note_connector(services.fleet[name], "nixl")
         conditions = router.brain.services.metrics.conditions
@@ -316,7 +316,7 @@ async def test_a_prefiller_that_cannot_push_costs_its_request_and_no_connection_
         await until(lambda: bool(services.metrics.conditions.reasons))
         services.brain.report(Learned(name, None))  # whatever is said later is heard over the same connection
         await until(lambda: conditions.reasons == [])
-        assert services.brain.member == member
+        assert services.membership.member == member
 
 
 async def test_operators_see_the_drains_and_orphans_of_all_relays_and_of_those_that_have_left() -> None:
@@ -379,7 +379,7 @@ async def test_an_idle_relay_sends_each_brain_its_activity_and_counts_only_once(
         await until(lambda: services.last_look_s > looked_s + 2 * COUNTS_S)
         assert sent_types == []
         router.brain.end()
-        await until(lambda: services.brain.member is None)
+        await until(lambda: services.membership.member is None)
         async with a_brain(router.config, router.folder, relays=["relay-0"]):
             await until(lambda: sorted(sent_types, key=str) == [Activity, Counted])
-        await until(lambda: services.brain.member is None)
+        await until(lambda: services.membership.member is None)

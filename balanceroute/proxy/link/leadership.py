@@ -4,8 +4,8 @@ On one machine the leader holds the lock of a file (`FileLead`); in a Kubernetes
 (`lease.py`). The kernel drops the lock when the process ends, but not when it is stopped. So a leader also touches the
 file every `RENEW_S`. If it has not for `LEASE_S`, a standby deposes it: it puts another file, already locked, in place
 of the leader's. A deposed leader that continues notices that, and ends; relays notice it by the brain's new socket
-(`remote.py`) and by the epoch. If the event loop is late, a thread touches the file, so that a busy leader keeps the
-lead: to take over thousands of streams may take longer than `LEASE_S` on a busy machine. A loop that is late by
+(`membership.py`) and by the epoch. If the event loop is late, a thread touches the file, so that a busy leader keeps
+the lead: to take over thousands of streams may take longer than `LEASE_S` on a busy machine. A loop that is late by
 `STUCK_S` counts as hung.
 
     lead        the epoch of the last leader, locked and touched by it

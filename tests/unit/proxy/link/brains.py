@@ -20,6 +20,7 @@ from balanceroute.proxy.admission.tickets import Ticket
 from balanceroute.proxy.link.far import FarMembers
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.hub import Hub, Patience
+from balanceroute.proxy.link.membership import Membership
 from balanceroute.proxy.link.messages import VERSION, FromBrain, FromRelay, Held, Hello, Workers, read_from_brain
 from balanceroute.proxy.link.reach import Moved, P, Reach, SocketReach
 from balanceroute.proxy.link.remote import RemoteBrain
@@ -160,13 +161,14 @@ class Relay:
         loop = asyncio.get_running_loop()
         self.bugs: list[str] = []
         self.heard = Heard()
-        self.brain = RemoteBrain(loop, reach, name, config, self.bugs.append)
+        self.brain = RemoteBrain(loop, config)
+        self.membership = Membership(loop, reach, name, self.brain, self.bugs.append)
         self.tickets = self.brain.tickets
         self.restart()
 
     def restart(self) -> None:
         """Look for a brain again."""
-        self._task = asyncio.get_running_loop().create_task(self.brain.run(self.heard))
+        self._task = asyncio.get_running_loop().create_task(self.membership.run(self.heard))
 
     async def decoding(self, request_id: str, prompt_tokens: int = 10) -> Ticket:
         """A request that is on a decode worker."""

@@ -135,11 +135,11 @@ async def test_the_next_brain_waits_for_the_far_relays_of_the_former(
     brain = await stage.brain(far=machine.members, patience=Patience(grace_s=3600.0))
     async with machine.let_in(brain) as port:
         first = stage.relay("r0@b", machine.reach(port))
-        await until(lambda: first.brain.member is not None)
+        await until(lambda: first.membership.member is not None)
         assert not brain.hub.settled.is_set()
         assert machine.members.names == {"r0@b", "r0@c"}  # should this brain die before the other has come
         second = stage.relay("r0@c", machine.reach(port))
-        await until(lambda: second.brain.member is not None)
+        await until(lambda: second.membership.member is not None)
         assert brain.hub.settled.is_set()
         await second.end()
         await until(lambda: machine.members.names == {"r0@b"})
@@ -157,7 +157,7 @@ async def test_a_brain_waits_longer_if_it_does_not_know_the_far_relays_which_may
     brain = await stage.brain(far=machine.members, patience=patience)
     async with machine.let_in(brain) as port:
         relay = stage.relay("r0@b", machine.reach(a_refusing_port(), port))
-        await until(lambda: relay.brain.member is not None)
+        await until(lambda: relay.membership.member is not None)
         assert not known or brain.hub.settled.is_set()
         assert known or not brain.hub.settled.is_set()
 
@@ -180,9 +180,9 @@ async def test_far_members_of_a_former_brain_are_remembered_by_the_next(stage: S
     brain = await stage.brain(far=machine.members)
     async with machine.let_in(brain) as port:
         relay = stage.relay("r0@b", machine.reach(port))
-        await until(lambda: relay.brain.member is not None)
+        await until(lambda: relay.membership.member is not None)
         brain.hub.close()
-        await until(lambda: relay.brain.member is None)
+        await until(lambda: relay.membership.member is None)
         assert machine.members.names == {"r0@b"}
 
 
@@ -194,13 +194,13 @@ async def test_a_draining_brain_sends_far_relays_to_the_next_brain(
     drains, near = await stage.brain(far=machine.members), stage.relay("r0")
     async with machine.let_in(drains) as port:
         far = stage.relay("r0@b", machine.reach(port))
-        await until(lambda: far.brain.member is not None and near.brain.member is not None)
+        await until(lambda: far.membership.member is not None and near.membership.member is not None)
         drains.hub.dismiss_far()
-        await until(lambda: far.brain.member is None)
+        await until(lambda: far.membership.member is None)
         frames, _ = await machine.raw(port)
         frames.send(Hello(VERSION, "r0@b", 1, 0, ()))
         await until(lambda: not frames.open)
-        assert near.brain.member is not None and not machine.members.known
+        assert near.membership.member is not None and not machine.members.known
         assert {"r0@b"} == {vars(line)["relay"] for line in caplog.records if line.message == "relay left"}
         assert "relay lost" not in [line.message for line in caplog.records]
 
@@ -246,10 +246,11 @@ async def test_a_relay_of_a_cloned_machine_is_refused_although_its_process_has_t
     brain = await stage.brain()
     async with machine.let_in(brain) as port:
         first = stage.relay("r0@b", machine.reach(port))
-        await until(lambda: first.brain.member is not None)
+        await until(lambda: first.membership.member is not None)
         clone = stage.relay("r0@b", machine.reach(port))
-        await until(lambda: clone.brain.member is not None or any(TAKEN in str(vars(line)) for line in caplog.records))
-        assert first.brain.member == 1 and clone.brain.member is None
+        joined = clone.membership
+        await until(lambda: joined.member is not None or any(TAKEN in str(vars(line)) for line in caplog.records))
+        assert first.membership.member == 1 and joined.member is None
 
 
 def test_there_may_be_other_far_relays_if_a_brain_of_another_machine_has_led(machine: Machine) -> None:
@@ -284,13 +285,13 @@ async def test_a_refused_relay_changes_nothing(
     stage: Stage, machine: Machine, hello: Hello, gets_farewell: bool
 ) -> None:
     brain, near = await stage.brain(far=machine.members), stage.relay("r0")
-    await until(lambda: near.brain.member is not None)
+    await until(lambda: near.membership.member is not None)
     async with machine.let_in(brain) as port:
         frames, received = await machine.raw(port)
         frames.send(hello)
         await until(lambda: not frames.open)
         assert any(isinstance(message, Farewell) for message in received) is gets_farewell
-        assert near.brain.member is not None and not brain.superseded
+        assert near.membership.member is not None and not brain.superseded
 
 
 async def what_comes(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bytes:
@@ -324,7 +325,7 @@ async def test_unauthenticated_connections_are_few_and_do_not_block_relays(
     async with machine.let_in(brain) as port:
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         relay = stage.relay("r0@b", machine.reach(port))
-        await until(lambda: relay.brain.member is not None)
+        await until(lambda: relay.membership.member is not None)
         assert await what_comes(silent[0]) == b""
         assert not silent[1][0].at_eof() and not silent[2][0].at_eof()
         (refused,) = (vars(line) for line in caplog.records if "refused" in line.message)
@@ -419,7 +420,7 @@ async def test_a_brain_that_ends_refuses_who_comes_and_the_next_one_on_its_socke
         ):
             stopped.close()  # it led before, was stopped, and ends only now
             relay = stage.relay("r0@b", machine.reach(port))
-            await until(lambda: relay.brain.member is not None)
+            await until(lambda: relay.membership.member is not None)
         parents.close()
 
 

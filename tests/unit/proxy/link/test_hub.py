@@ -140,10 +140,10 @@ async def test_no_slot_is_reassigned_before_all_relays_have_reported(stage: Stag
     held = await holder.decoding("held")
     waiting = await waiter.pooled("waiting")
     await first.end()
-    await until(lambda: holder.brain.member is None and waiter.brain.member is None)
+    await until(lambda: holder.membership.member is None and waiter.membership.member is None)
     await holder.end()  # it comes later than the other
     second = await stage.brain(epoch=2, slots=1, relays=("holder", "waiter"), patience=Patience(grace_s=3600.0))
-    await until(lambda: waiter.brain.member is not None)
+    await until(lambda: waiter.membership.member is not None)
     late = waiter.tickets.submit(RequestSpec("late", 1))
     await asyncio.sleep(0)
     assert not second.hub.settled.is_set() and not second.active
@@ -161,11 +161,11 @@ async def test_a_relay_that_has_just_started_is_not_taken_for_one_that_has_not_r
     first, slow = await stage.brain(epoch=1, slots=1), stage.relay("slow")
     await slow.decoding("held")
     await first.end()
-    await until(lambda: slow.brain.member is None)
+    await until(lambda: slow.membership.member is None)
     await slow.end()
     second = await stage.brain(epoch=2, slots=1, relays=["slow"], patience=Patience(grace_s=3600.0))
     new = stage.relay("new")
-    await until(lambda: new.brain.member is not None)
+    await until(lambda: new.membership.member is not None)
     assert not second.hub.settled.is_set()
     slow.restart()
     await until(second.hub.settled.is_set)
@@ -196,12 +196,12 @@ def test_the_time_to_say_hello_ends_only_connections_that_have_not_said_it() -> 
         loop.set_exception_handler(lambda _, context: errors.append(context))
         brain = await stage.brain(patience=Patience(hello_s=0.1))
         relay = stage.relay()
-        await until(lambda: relay.brain.member is not None)
+        await until(lambda: relay.membership.member is not None)
         gone = await RawRelay().connect(stage)
         gone.frames.abort("its process is killed")
         says_nothing = await RawRelay().connect(stage)
         await until(lambda: not says_nothing.frames.open)  # later than the time of the others
-        assert brain.hub.members["r0"].number == relay.brain.member == 1
+        assert brain.hub.members["r0"].number == relay.membership.member == 1
 
     on(test)
     assert not errors
@@ -224,7 +224,7 @@ async def test_key_use_is_forwarded_to_relays_that_do_not_share_memory_until_it_
 
     for name, relay in relays.items():
         relay.heard.keys_elsewhere = receive_at(name)  # type: ignore[method-assign]
-    await until(lambda: all(relay.brain.member is not None for relay in relays.values()))
+    await until(lambda: all(relay.membership.member is not None for relay in relays.values()))
     use = (KeyUse("a", 1, 1, 0),)
     for relay in relays.values():
         relay.brain.report(Activity(0, 0, (), use))
@@ -291,7 +291,7 @@ async def test_a_silent_relay_is_dropped_and_may_rejoin(stage: Stage) -> None:
 @with_stage
 async def test_a_brain_that_was_stopped_takes_no_relay_for_silent(stage: Stage) -> None:
     brain, relay = await stage.brain(), stage.relay()
-    await until(lambda: relay.brain.member is not None)
+    await until(lambda: relay.membership.member is not None)
     member = brain.hub.members["r0"]
     stopped_s = 2 * brain.hub.patience.silent_s
     brain.hub.looks.last_s -= stopped_s
@@ -306,9 +306,9 @@ def test_a_relay_that_counts_tokens_of_a_request_in_no_slot_has_to_rejoin(caplog
         brain, relay = await stage.brain(slots=1), stage.relay()
         await relay.decoding("a")
         await relay.pooled("b")
-        relay.brain.token_counts.write(relay.brain._open["b"].number, 7)
+        relay.brain.outbox.token_counts.write(relay.brain._open["b"].number, 7)
         brain.ledger.settle()
-        await until(lambda: relay.brain.member == 2)
+        await until(lambda: relay.membership.member == 2)
         assert brain.active == ["a"] and brain.load == 10
 
     on(test)
@@ -334,7 +334,7 @@ async def test_what_a_relay_reports_of_a_worker_is_taken(
     monkeypatch.setattr(RelayReports, "take", lambda _, relay, report: taken.append(report))
     await stage.brain()
     relay = stage.relay()
-    await until(lambda: relay.brain.member is not None)
+    await until(lambda: relay.membership.member is not None)
     relay.brain.report(report)
     await until(lambda: taken == [report])
 
@@ -493,7 +493,7 @@ async def test_the_hub_keeps_checking_after_a_check_that_raised(stage: Stage) ->
 async def test_worker_deaths_explained_by_one_relay_reach_all_others(stage: Stage) -> None:
     await stage.brain(slots=2)
     tells, hears = stage.relay("tells"), stage.relay("hears")
-    await until(lambda: tells.brain.member and hears.brain.member)
+    await until(lambda: tells.membership.member and hears.membership.member)
     explained = Explained(("d0", "d1"), (4.0, 0.5))
     tells.brain.report(explained)
     await until(lambda: explained in hears.heard.messages)
