@@ -327,8 +327,6 @@ def correct_answer(
 ) -> CorrectedAnswer:
     """Count the tokens of a decode worker's unstreamed answer, and remove what the client did not ask for.
 
-    Logprobs stay JSON: as values those of 16,000 tokens stopped the event loop for half a second.
-
     `prompt_details`: the prefiller's. `upstream_id`: the X-Request-Id of this try; the client sees `request_id`
     instead.
 
@@ -336,21 +334,11 @@ def correct_answer(
     """
     check_whole(body, worker, "decode")
     try:
-        body.decode()  # of what stays JSON nobody else checks it
-        fields = _fields.decode(body)
-        parts = _choices.decode(fields["choices"])
-        fields["choices"] = _NO_CHOICES  # each is read by itself
-        rest = b",".join([_without_long(holder) for holder in (fields, *parts)])
-        check_size(rest, worker, "decode", MAX_NODES_UNASKED)
-        answer = _read(fields)
-        answer["choices"] = [_read(part) for part in parts]
+        answer = _values_of(body, worker)
         first = answer["choices"][0]
         choice = checked_choice({name: value for name, value in first.items() if type(value) is not orjson.Fragment})
-        ids = choice.get("token_ids")
         usage = checked_usage(answer.get("usage"))
-        tokens = token_count(len(ids), "token_ids") if ids is not None else usage.get("completion_tokens") or 0
-        if ids is not None:
-            array("I", ids)  # each is a token's id
+        tokens = _tokens_of(choice, usage)
         recomputed = is_given_back(choice, stops_so=request.stops_at_marker)
         prompt_ids = len(choice.get("prompt_token_ids") or answer.get("prompt_token_ids") or ())
         reply_id = answer.get("id")
@@ -372,6 +360,33 @@ def correct_answer(
         prompt_ids=prompt_ids,
         reply_id=reply_id,
     )
+
+
+def _values_of(body: bytes, worker: str) -> dict[str, Any]:
+    """The values of a worker's whole answer, but for logprobs, which stay JSON.
+
+    As values those of 16,000 tokens stopped the event loop for half a second.
+
+    Raises: ReplyTooLarge; what Python and the parsers raise of other bodies.
+    """
+    body.decode()  # of what stays JSON nobody else checks it
+    fields = _fields.decode(body)
+    parts = _choices.decode(fields["choices"])
+    fields["choices"] = _NO_CHOICES  # each is read by itself
+    rest = b",".join([_without_long(holder) for holder in (fields, *parts)])
+    check_size(rest, worker, "decode", MAX_NODES_UNASKED)
+    answer = _read(fields)
+    answer["choices"] = [_read(part) for part in parts]
+    return answer
+
+
+def _tokens_of(choice: dict[str, Any], usage: dict[str, Any]) -> int:
+    """How many tokens were generated. Raises: ValueError, TypeError or OverflowError: those are no tokens' ids."""
+    ids = choice.get("token_ids")
+    tokens: int = token_count(len(ids), "token_ids") if ids is not None else usage.get("completion_tokens") or 0
+    if ids is not None:
+        array("I", ids)  # each is a token's id
+    return tokens
 
 
 def opened(answer: bytes) -> dict[str, Any]:
