@@ -137,13 +137,8 @@ class Retries:
         refused = is_refused(error) and not misconfigured
         if refused or isinstance(error, DeadlineExceeded) or (isinstance(error, PromptsDiffer) and not misconfigured):
             circuit.inconclusive()
-            if (
-                refused
-                and _lacks_model(error, self._services)
-                and _serving(self._model, worker.spec.role, self._services)
-            ):
-                text = f"No {tier} worker that serves this model is up; GET /ready says more."
-                raise NoHealthyWorkers(text, retry_after_s=NO_WORKERS_RETRY_AFTER_S) from error
+            if refused:
+                _check_model(error, worker, self._model, services)
             raise error
         if not isinstance(error, CannotConnect):  # which is this process's own lack
             services.metrics.upstream_errors.inc(worker.id, worker.tier, error.kind)
@@ -366,6 +361,13 @@ class Retries:
         """Release everything: the request is over."""
         self._refusal = None  # an error keeps the frames that it passed
         self.left_worker()
+
+
+def _check_model(error: UpstreamError, worker: Worker, model: str | None, services: LifeServices) -> None:
+    """Raises: NoHealthyWorkers: the worker lacks the model, and those that have served it are out of service."""
+    if _lacks_model(error, services) and _serving(model, worker.spec.role, services):
+        text = f"No {worker.tier} worker that serves this model is up; GET /ready says more."
+        raise NoHealthyWorkers(text, retry_after_s=NO_WORKERS_RETRY_AFTER_S) from error
 
 
 def _lacks_model(error: UpstreamError, services: LifeServices) -> bool:
