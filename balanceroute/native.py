@@ -86,6 +86,7 @@ MODULES: Final = (
     "proxy.telemetry.instruments",
     "proxy.wire.answer_identity",
     "proxy.wire.answer_tokens",
+    "proxy.wire.answer_usage",
     "proxy.wire.bounds",
     "proxy.wire.client_request",
     "proxy.wire.closing",

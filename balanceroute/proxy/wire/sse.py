@@ -15,9 +15,9 @@ character) is lost with the worker. So `resume()` removes the ids whose text has
 With stop strings a worker holds back more text than the last ids show: an event with a `recomputed` marker or an abort
 contains it; a lost connection loses it.
 
-Three things are classes of their own: the answer's tokens (`answer_tokens.py`), its id (`answer_identity.py`) and the
-offsets of its text (`text_offsets.py`). The rest of `EventScanner` is one machine: each event changes the state
-by which the next one is judged, rewritten and matched.
+Four things are classes of their own: the answer's tokens (`answer_tokens.py`), its usage (`answer_usage.py`), its id
+(`answer_identity.py`) and the offsets of its text (`text_offsets.py`). The rest of `EventScanner` is one machine: each
+event changes the state by which the next one is judged, rewritten and matched.
 """
 
 import re
@@ -31,6 +31,7 @@ import orjson
 from balanceroute.proxy.hotpath import EventMatcher
 from balanceroute.proxy.wire.answer_identity import WHOLE, AnswerIdentity, Part
 from balanceroute.proxy.wire.answer_tokens import AnswerTokens
+from balanceroute.proxy.wire.answer_usage import AnswerUsage
 from balanceroute.proxy.wire.bounds import (
     ABORT,
     MAX_CHOICES,
@@ -40,12 +41,11 @@ from balanceroute.proxy.wire.bounds import (
     checked_usage,
     is_given_back,
 )
-from balanceroute.proxy.wire.closing import event_bytes, event_head, usage_of
+from balanceroute.proxy.wire.closing import event_bytes, event_head
 from balanceroute.proxy.wire.event_contents import (
     continues,
     drop_reasoning,
     has_token_data,
-    is_count,
     kinds_of,
     text_field,
     text_of,
@@ -54,7 +54,6 @@ from balanceroute.proxy.wire.event_stream import MAX_EVENT_BYTES, EventSplitter,
 from balanceroute.proxy.wire.event_template import template_of
 from balanceroute.proxy.wire.json_size import excess_of
 from balanceroute.proxy.wire.text_offsets import TextOffsets
-from balanceroute.proxy.wire.usage import put_prompt_details
 
 MAX_LINES: Final = 1024  # of an event; engines write one
 MAX_NODES: Final = 2**20  # strings, arrays and objects of an event; read in 0.3 s. 32 MiB of `[],` took 5 s and 1 GB
@@ -143,19 +142,16 @@ class EventScanner:
         "_tokens_before_idle",
         "_kind",
         "_kinds",
-        "_prefix",
-        "_pass_continuous",
         "_pass_usage",
-        "_prompt_details",
-        "_prompt_tokens",
+        "_prefix",
         "_role_sent",
         "_scored",
         "_splitter",
         "_stops_at_marker",
         "_text_offsets",
-        "_told_tokens",
         "_translation",
         "_want_ids",
+        "_usage",
         "_want_usage",
         "begun",
         "end",
@@ -202,6 +198,8 @@ class EventScanner:
         self._translation = None if translation is None else translation()
         self.matcher = EventMatcher(want_token_ids, self._translation is not None)
         self.generated = AnswerTokens(self.matcher, want_token_ids)
+        passes_continuous = (want_usage and want_continuous_usage) or unasked_usage
+        self._usage = AnswerUsage(self.generated, passes_continuous, prompt_tokens, prompt_details)
         self.identity = AnswerIdentity(part)
         self.fault = ""
         self.usage: dict[str, Any] | None = None
@@ -210,17 +208,13 @@ class EventScanner:
         self._want_ids = want_token_ids
         self._want_usage = want_usage
         self._pass_usage = want_usage or unasked_usage
-        self._pass_continuous = (want_usage and want_continuous_usage) or unasked_usage
         self._hide_reasoning = hide_reasoning
         self._stops_at_marker = stops_at_marker
-        self._prompt_tokens = prompt_tokens
-        self._prompt_details = prompt_details
         self._index = part.index
         self._closing_events = part.closing_events
         self._max_event_bytes = max_event_bytes
         self._idle_events = 0  # events in a row that brought no token
         self._tokens_before_idle = 0  # tokens when the first of them came
-        self._told_tokens = 0  # of the last usage in an event with choices, as the client got it
         self._role_sent = self._scored = False
         self._prefix = prefix
         self._kinds: set[str] = set()
@@ -240,7 +234,7 @@ class EventScanner:
 
     def prefilled(self, prompt_tokens: int, prompt_details: dict[str, Any] | None) -> None:
         """What the prefiller says of the prompt, where it answers after the decoder's stream was opened."""
-        self._prompt_tokens, self._prompt_details = prompt_tokens, prompt_details
+        self._usage.prefilled(prompt_tokens, prompt_details)
 
     @property
     def tokens(self) -> int:
@@ -304,16 +298,12 @@ class EventScanner:
 
     def counted_usage(self) -> dict[str, Any]:
         """The usage by the router's own count."""
-        usage: dict[str, Any] = {**usage_of(self.prompt_tokens or 0, self.tokens)}
-        put_prompt_details(usage, self._prompt_details)
-        return usage
+        return self._usage.counted()
 
     @property
     def prompt_tokens(self) -> int | None:
         """The prompt's tokens, from the prefiller, else from the decode worker's ids; None: not known yet."""
-        if self._prompt_tokens is None and self.generated.prompt_ids is not None:
-            return len(self.generated.prompt_ids)
-        return self._prompt_tokens
+        return self._usage.prompt_tokens
 
     def missing_usage(self) -> bytes:
         """The final usage event by the router's count, if the worker has sent none since the finish; else nothing."""
@@ -454,8 +444,7 @@ class EventScanner:
         self.generated.count_by_usage(usage)
         if self.finish_reason is None:  # the answer continues: the next segment's usage will cover all of it
             return b""
-        changed = put_prompt_details(usage, self._prompt_details)
-        changed |= self._rewrite_usage(usage) | self.identity.put_into(event)
+        changed = self._usage.complete(usage) | self.identity.put_into(event)
         if self.generated.earlier:
             event.pop("metrics", None)  # they cover the last segment only; its usage has changed anyway
         self.usage = usage
@@ -476,7 +465,7 @@ class EventScanner:
         if part.carries or (part.shows and any(map(has_token_data, choices))):
             self.generated.count_by_event(usage)
         if isinstance(usage, dict):
-            part.changed |= self._take_usage(event, usage)
+            part.changed |= self._usage.take(event, usage)
         if part.shows:
             self.generated.printed()  # now that all of its tokens are counted
         if self._hide_reasoning and drop_reasoning(choices):
@@ -573,37 +562,6 @@ class EventScanner:
         """
         ids = choice.get("token_ids")
         return isinstance(ids, list) and self.generated.ends_twice(ids)
-
-    def _take_usage(self, event: dict[str, Any], usage: dict[str, Any]) -> bool:
-        """Count by the usage in an event with choices, and take the usage out unless the client gets it there.
-
-        Returns whether that has changed the event.
-        """
-        self.generated.count_by_usage(usage)
-        if self._pass_continuous:
-            # engines send details of the prompt at the end only; those that are sent here give way to the prefiller's
-            changed = bool(usage.get("prompt_tokens_details")) and put_prompt_details(usage, self._prompt_details)
-            changed |= self._rewrite_usage(usage, self._told_tokens)
-            self._told_tokens = usage.get("completion_tokens") or 0
-            return changed
-        del event["usage"]
-        return True
-
-    def _rewrite_usage(self, usage: dict[str, Any], told_tokens: int = 0) -> bool:
-        """Make a worker's usage that of the whole answer; returns whether that has changed it.
-
-        `told_tokens`: what the client was told last; tokens that were given back must not make a usage fall.
-        """
-        if not self.generated.is_later_segment:
-            return False
-        prompt_tokens = self._prompt_tokens
-        if prompt_tokens is None:
-            reported = usage.get("prompt_tokens")
-            prompt_tokens = max(0, reported - self.generated.earlier) if is_count(reported) else 0
-        usage |= usage_of(prompt_tokens, max(self.tokens, told_tokens))
-        if self.generated.earlier and usage.get("completion_tokens_details"):
-            del usage["completion_tokens_details"]  # of the last segment alone: too few tokens of reasoning
-        return True
 
     def _rewrite_role(self, choices: list[dict[str, Any]]) -> bool:
         """Drop the role from a delta if the client already has it; returns whether one was dropped."""
