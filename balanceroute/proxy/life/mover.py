@@ -8,7 +8,8 @@ The reaper calls it several times per second. `workers/silence.py` decides which
                                  `retry.resume_after_silence_s`, as fast as the prefill tier takes them again
     a group is frozen            its requests stay; /ready names it. Those that are late by `health.group_wait_s` beyond
                                  their own limit leave after all, as fast as the prefill tier takes them
-    this process was stopped     nothing is judged until the sockets' contents have been read
+    this process was stopped     nothing is judged until the sockets' contents have been read, and the time does not
+                                 count: workers may have stood still with it
     all workers of a role down   requests that wait for one are refused after `queue.no_worker_grace_s`, as new ones are
 """
 
@@ -48,6 +49,7 @@ class Mover:
         """One look; `period_s` is the time between two."""
         self._attentive = self._services.attention.look(now, period_s)
         if not self._attentive:
+            self._give_back(self._services.attention.paused_s, now)
             return
         self._note_out(now)
         if self._judges:
@@ -59,10 +61,8 @@ class Mover:
     def tolerates(self, leg: Leg, now: float) -> bool:
         """Whether a late leg stays at its worker: the silence may be due to this process, or the leg waits for its
         move.
-
-        After a pause of this process its next token gets the full time again.
         """
-        if not self._attentive or now - self._services.attention.since_s < self._services.config.limits.idle_timeout_s:
+        if not self._attentive:
             return True
         worker = self._worker_of(leg)
         if worker is None or not leg.answer.may_move:
@@ -71,6 +71,19 @@ class Mover:
         if self._is_frozen(worker):
             return not leg.late(now - (2 * wait_s if self._movable else wait_s))
         return self._movable and worker.id in self._out_since_s and not leg.late(now - wait_s)
+
+    def _give_back(self, paused_s: float, now: float) -> None:
+        """Give every try the time that this process stood still. After a long pause a worker that stood still with it
+        may need seconds until it is at work again, so what is left then is no less than the pause, or than one token's
+        time.
+
+        Not that time after any pause: one that comes again within it would let no worker ever be late.
+        """
+        if not paused_s:
+            return
+        earliest_s = now + min(paused_s, self._services.config.limits.idle_timeout_s)
+        for leg in self._legs:
+            leg.try_deadline_s = max(earliest_s, paused_s + max(leg.try_deadline_s, leg.last_token_s + leg.idle_s))
 
     # -- what is seen
 

@@ -95,14 +95,20 @@ def _frozen(name: str, members: Iterable[Vitals], now: float, window_s: float) -
 
 
 class Attention:
-    """Whether this process has run without pauses. `since_s`: the end of its last pause and of the backlog after it."""
+    """Whether this process has run without pauses.
+
+    `since_s`: the end of its last pause and of the backlog after it. `paused_s`: how long it stood still before the
+    present look; 0: it did not.
+    """
 
     def __init__(self) -> None:
         self._looks = Looks()
         self.since_s = float("-inf")
+        self.paused_s = 0.0
 
     def look(self, now: float, period_s: float) -> bool:
         """Note a look, one per period; returns whether silence that is seen now may be judged."""
+        before_s, self.paused_s = self._looks.last_s, 0.0
         if self._looks.stood_still(now, period_s + LATE_LOOK_S):
-            self.since_s = now
+            self.since_s, self.paused_s = now, now - before_s
         return now - self.since_s >= SETTLE_S

@@ -107,6 +107,27 @@ async def test_a_decode_worker_that_was_frozen_with_the_router_gets_a_new_time_l
         await asyncio.wait({task})
 
 
+@pytest.mark.parametrize("answer", [None, MUTE])
+@with_virtual_time
+async def test_a_worker_is_late_also_for_a_router_that_stands_still_now_and_then(answer: Page | None) -> None:
+    """One that is short of CPU; it gives back the time, not all that a worker has."""
+    limits = {"first_byte_timeout_s": {"decode": 20.0}, "idle_timeout_s": 20.0}
+    services = a_router(a_config(1, 1, limits=limits, retry={"max_attempts": 1, "resume_on_worker_loss": False}))
+    script(services, "p0", probed())
+    script(services, "d0", answer)
+
+    async def short_of_cpu() -> None:
+        while True:
+            await let_pass(9.0)
+            stand_still(1.0)
+
+    async with reaped(services):
+        pauses = services.loop.create_task(short_of_cpu())
+        took_s = await ends_after_s(services, a_leg(services), UpstreamTimeout)
+        pauses.cancel()
+    assert 20.0 < took_s < 25.0
+
+
 @pytest.mark.parametrize("worker_answers", [False, True])
 @with_virtual_time
 async def test_the_requests_own_deadline_ends_it_in_any_phase(worker_answers: bool) -> None:
