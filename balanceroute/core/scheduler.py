@@ -471,6 +471,7 @@ class Scheduler:
         tracker.earlier_tokens += kept_tokens
         tracker.counted = 0
         tracker.requeues += 1
+        tracker.queued_s = now
         if prefix:
             tracker.prefix = prefix
         self._begin(tracker, now)
@@ -497,9 +498,10 @@ class Scheduler:
         return Release(request_id, phase)
 
     def expire(self, now: float, most: int | None = None) -> list[Release]:
-        """End pool entries past their TTL and arrivals past their queue deadline, at most so many; None: all.
+        """End pool entries past their TTL and queued requests past their deadline, at most so many; None: all.
 
-        A requeued request is no arrival: its client may have half of its answer, and its own deadline ends it.
+        The wait of a requeued request counts from its requeue. If there are tokens of its answer its client may have
+        half of it, so it waits on, and its own deadline ends it.
         """
         return [self.finish(tracker.id, Outcome.EXPIRED, now) for tracker in self.late(now)[:most]]
 
@@ -507,7 +509,7 @@ class Scheduler:
         """All requests that `expire` would end now, in its order, for a driver that learns from them before."""
         pool_limit, queue_limit = now - self.config.pool_ttl_s, now - self.config.queue_deadline_s
         late = [tracker for tracker in self.snapshot.pool if tracker.ready_s < pool_limit]
-        late += [t for t in self.snapshot.queued.values() if t.arrived_s < queue_limit and not t.requeues]
+        late += [t for t in self.snapshot.queued.values() if t.queued_s < queue_limit and not t.earlier_tokens]
         return late
 
     # -- taking over ------------------------------------------------------------------------------------------
@@ -533,6 +535,8 @@ class Scheduler:
         tracker = self._register(spec, now - standing.waited_s)
         tracker.prompt_tokens, tracker.earlier_tokens = standing.prompt_tokens, standing.earlier_tokens
         tracker.requeues = standing.requeues
+        if tracker.requeues:
+            tracker.queued_s = now  # when that was its holder does not tell
         if phase is QUEUED:
             self.prefills.enqueue(tracker, self.snapshot)
         elif phase is PREFILLING:

@@ -46,6 +46,7 @@ class RequestTracker:
         "prompt_tokens",
         "pushing",
         "queue_s",
+        "queued_s",
         "ready_s",
         "refresh_due_at",
         "refreshed_at",
@@ -79,6 +80,7 @@ class RequestTracker:
         self.worker: DecodeInstanceState | None = None
         self.running = False
         self.arrived_s, self.ready_s, self.overdue_s = arrived_s, 0.0, math.inf
+        self.queued_s = arrived_s  # or the time of its last requeue
         self.admitted_s = 0.0
         self.sent_ahead = False  # sent ahead: its worker had no free slot at its admission
         self.began_s = math.inf  # time of its first token, if reported

@@ -43,6 +43,8 @@ class Ticket:
     its present prompt, including `earlier_tokens` generated before its `requeues`. `reported_tokens`: tokens generated
     since then that were reported.
 
+    `queued_s`: the time of its arrival, or of its last requeue.
+
     `left`: it has ended, by `finish` or a refusal. `unreported_tokens`: tokens that have come since the last report.
     `last_token_s`: the time of the last ones; 0: none. `order`: the number of its arrival.
     """
@@ -68,6 +70,7 @@ class Ticket:
         "prefiller_id",
         "prompt_tokens",
         "pushing",
+        "queued_s",
         "reported_tokens",
         "requeues",
         "spec",
@@ -83,7 +86,7 @@ class Ticket:
         self._at_once = tickets.decider.at_once
         self._tickets, self._unsettled = tickets, tickets.unsettled
         self._decider, self._now = tickets.decider, tickets.now
-        self.arrived_s = now = self._now()
+        self.arrived_s = self.queued_s = now = self._now()
         self.pooled_s = self.last_token_s = 0.0
         self.unreported_tokens = 0
         self._answer: Answer | None = None
@@ -179,7 +182,7 @@ class Ticket:
         if self._tickets.decode_first:
             self.phase, self.pooled_s = POOLED, self._now()
         else:
-            self.phase = QUEUED
+            self.phase, self.queued_s = QUEUED, self._now()
         self._decider.requeue(self.id, anew=anew)
 
     def finish(self, outcome: Outcome, reason: str = "") -> None:

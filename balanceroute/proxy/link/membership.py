@@ -258,7 +258,7 @@ class Membership:
         brain, now = self._brain, self._loop.time()
         queue_limit, pool_limit = now - brain.bounds.queue_deadline_s, now - brain.bounds.pool_ttl_s
         for ticket in list(brain.tickets.by_id.values()):
-            late = ticket.phase is QUEUED and not ticket.requeues and ticket.arrived_s < queue_limit
+            late = ticket.phase is QUEUED and not ticket.earlier_tokens and ticket.queued_s < queue_limit
             if brain.cut_off and (ticket.asking or ticket.phase in (QUEUED, POOLED)):
                 yield ticket, refusal(RejectReason.DRAINING, brain.view)
             elif late or (ticket.phase is POOLED and ticket.pooled_s < pool_limit):

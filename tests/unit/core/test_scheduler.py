@@ -366,12 +366,13 @@ def trackers() -> set[int]:
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_a_requeued_request_is_not_ended_by_the_deadline_of_arrivals(anew: bool) -> None:
+def test_a_requeued_request_waits_as_long_as_an_arrival_and_longer_if_its_client_may_have_tokens(anew: bool) -> None:
     scheduler = a_scheduler(workers=1, slots=1, config=SchedulerConfig(queue_deadline_s=5.0))
     into_decode(scheduler)
     scheduler.progress("r", 3, 100.0)
     scheduler.requeue("r", 100.0, anew=anew)
-    assert scheduler.expire(200.0) == []
+    assert scheduler.expire(105.0) == []
+    assert bool(scheduler.expire(105.5)) is anew
 
 
 def test_lower_priority_values_leave_queue_and_pool_first() -> None:

@@ -159,6 +159,22 @@ async def test_the_request_s_own_deadline_blames_no_worker_while_it_waits_for_on
 
 
 @with_virtual_time
+async def test_a_request_whose_decode_worker_failed_before_its_first_token_expires_like_an_arrival() -> None:
+    services = a_router(a_config(1, 1, queue={"deadline_s": 4.0}))
+    script(services, "p0", probed())
+    fails = asyncio.Event()  # then it answers with what is no stream
+    d0 = script(services, "d0", fails)
+    async with reaped(services):
+        ends = services.loop.create_task(ends_after_s(services, a_leg(services), QueueTimeout))
+        await until(lambda: d0.asked)
+        services.fleet.drain(services.fleet["p0"])
+        await let_pass(10.0)
+        fails.set()
+        took_s = await ends
+    assert 14.0 < took_s < 15.0 and idle(services)
+
+
+@with_virtual_time
 async def test_a_request_that_waits_for_a_prefiller_expires_at_the_queue_deadline() -> None:
     config = a_config(1, 1, prefill={"max_inflight": 1}, queue={"deadline_s": 4.0})
     services = a_router(config)

@@ -34,13 +34,15 @@ from tests.waiting import until
 @with_stage
 async def test_a_request_that_waits_too_long_for_a_brain_is_refused_and_streams_are_not(stage: Stage) -> None:
     brain, relay = await stage.brain(), stage.relay()
-    stream = await relay.decoding("s")
+    stream, again = await relay.decoding("s"), await relay.decoding("b")
     await brain.end()
     await until(lambda: relay.membership.member is None)
     relay.brain.configure(SchedulerConfig(queue_deadline_s=0.05))
     ticket = relay.tickets.submit(RequestSpec("a", 1))
-    with pytest.raises(QueueTimeout, match="not there"):
-        await ticket.prefiller()
+    again.requeue()
+    for waits in (ticket, again):
+        with pytest.raises(QueueTimeout, match="not there"):
+            await waits.prefiller()
     assert list(relay.tickets.by_id) == ["s"] and not stream.left
 
 
