@@ -253,8 +253,8 @@ class Layerwise:
             if not answer.decodes:
                 leg.interrupt(error)
             elif leg.ticket.pushing:
-                leg.kv_due = False
                 leg.ticket.pushed(leg.ticket.prompt_tokens)
+                self._has_kv()
             return
         try:
             answer.check_prefill(self._services.fleet[leg.prefiller_id], result)
@@ -272,12 +272,19 @@ class Layerwise:
             leg.interrupt(error)
 
     def _kv_arrived(self, worker: Worker, result: PrefillResult) -> None:
+        leg = self._leg
+        leg.ticket.pushed(result.prompt_tokens, result.cached_tokens)
+        worker.progress_s = leg.generates_from_s = self._services.tickets.now()
+        self._has_kv()
+
+    def _has_kv(self) -> None:
+        """Wait for the decode worker, which has all of the KV, no longer than its time limit.
+
+        Its stream may have begun before: by tokens, which have set a limit unless the engine hides some, or without.
+        """
         leg, now = self._leg, self._services.tickets.now()
         leg.kv_due = False
-        leg.ticket.pushed(result.prompt_tokens, result.cached_tokens)
-        worker.progress_s = leg.generates_from_s = now
-        if not leg.answer.scanner.begun:
-            leg.try_deadline_s = now + first_bytes_s(self._services.config, leg.answer.request)
+        leg.try_deadline_s = min(leg.try_deadline_s, now + first_bytes_s(self._services.config, leg.answer.request))
 
     async def _prefill_for(self, asked: bytes) -> PrefillResult:
         """Have a prefiller push what was asked for. Raises: QueueTimeout; PushFailed; UpstreamError of the last try."""

@@ -323,6 +323,18 @@ async def test_an_unstreamed_answer_times_out_like_a_stream_when_no_prefill_is_r
 
 
 @with_virtual_time
+async def test_a_decode_worker_whose_stream_has_begun_without_a_token_before_the_kv_came_is_late_like_others() -> None:
+    begins = b'data: {"id": "cmpl-$ID", "choices": [{"index": 0, "text": "", "finish_reason": null}]}\n\n'
+    services = a_pair(Page(begins, ends=False), 0.1, probed())
+    async with reaped(services):
+        began_s = services.tickets.now()
+        with pytest.raises(UpstreamTimeout):
+            await a_leg(services, Client(), Layerwise).run()
+    limit_s = services.config.limits.first_byte_timeout_s.decode
+    assert limit_s < services.tickets.now() - began_s < limit_s + 1.0 and idle(services)
+
+
+@with_virtual_time
 async def test_a_long_answer_continues_although_its_decode_worker_was_judged_down_since() -> None:
     services = a_pair(Page(events(20, finish=None), ends=False), 0.0, probed(None))
     async with dispatching(services):
