@@ -608,15 +608,15 @@ class Scheduler:
             return RejectReason.NO_WORKERS
         if self.config.max_queued == 0:
             return RejectReason.QUEUE_FULL
-        if self._begins_in_pool(spec.max_new_tokens):
+        if self._begins_in_pool(spec.decodes):
             bound, waiting = self.config.max_pooled, len(snapshot.pool)
         else:
             bound, waiting = self.config.max_queued, len(snapshot.queued)
         return RejectReason.QUEUE_FULL if bound is not None and waiting >= bound else None
 
-    def _begins_in_pool(self, max_new_tokens: int | None) -> bool:
+    def _begins_in_pool(self, decodes: bool) -> bool:
         """Decode first; but in the pool a request that does not decode would get a slot that it does not use."""
-        return self.config.decode_first and max_new_tokens != 0
+        return self.config.decode_first and decodes
 
     def _register(self, spec: RequestSpec, now: float) -> RequestTracker:
         if spec.id in self.snapshot.requests:
@@ -639,7 +639,7 @@ class Scheduler:
 
     def _begin(self, tracker: RequestTracker, now: float) -> None:
         """Its first phase: the queue or, decode first, the pool."""
-        if self._begins_in_pool(tracker.max_new_tokens):
+        if self._begins_in_pool(tracker.max_new_tokens != 0):
             self._pool(tracker, now)
         else:
             self.prefills.enqueue(tracker, self.snapshot)
