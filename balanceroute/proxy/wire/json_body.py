@@ -1,6 +1,7 @@
 """Reads a client's body as JSON within bounds, and refuses what could not be serialised again for workers."""
 
 import json
+import math
 import re
 import secrets
 from contextlib import suppress
@@ -21,8 +22,8 @@ _IDS_BEGIN: Final = re.compile(rb'"prompt"\s*:\s*(\[)\s*\d')
 _ZEROS: Final = bytes.maketrans(b"123456789", b"000000000")
 _LONG: Final = b"0" * 19  # digits; of as many a number may have more than 64 bits
 _MAX_BYTES_BY_PYTHON: Final = 2**20  # of a body that only Python's JSON reads, which takes ten times as long
-# fields that are read here, or made tokens of
-_READ: Final = frozenset(("prompt", "messages", "model", "stop", "stream_options", "cache_salt", "vllm_xargs"))
+_MAX_COMMAS_BY_PYTHON: Final = 2**16  # of it; that many values take some 0.03 s
+_LABELS: Final = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key"))  # engines ignore them
 _MARK: Final = secrets.token_hex(16)  # stands for the ids of a prompt; no client knows it
 _json: Final = msgspec.json.Decoder(msgspec.Raw)  # checks JSON and makes nothing of it
 
@@ -38,7 +39,7 @@ def load_object(body: bytes, *, large_in_messages: bool = False) -> dict[str, An
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as exc:
-        cut = None if large_in_messages else _with_cut_texts(body)
+        cut = None if large_in_messages else _with_cut_labels(body)
         if cut is None:
             raise NotJson(f"The body is not valid JSON: {exc}") from exc
         return cut
@@ -47,34 +48,35 @@ def load_object(body: bytes, *, large_in_messages: bool = False) -> dict[str, An
     return with_large_integers(body, data, in_messages=large_in_messages)
 
 
-def _with_cut_texts(body: bytes) -> dict[str, Any] | None:
-    r"""The fields of a body in which a text ends with half of a surrogate pair (`"\ud83d"`), as clients write it that
-    have cut the text within an emoji; None: it is no such body.
+def _with_cut_labels(body: bytes) -> dict[str, Any] | None:
+    r"""The fields of a body in which a label has half of a surrogate pair (`"\ud83d"`), as clients write it that have
+    cut a text within an emoji; None: it is no such body.
 
-    Engines read it as JSON, and ignore it in labels such as `user` and `metadata`. Fields with such a text stay JSON;
-    one that is read here, or made tokens of, must have none.
+    Engines read it as JSON. Labels stay JSON, of which no reader knows what it holds; so no other field may have half
+    of a pair, nor anything else that `orjson` would refuse.
     """
-    if len(body) > _MAX_BYTES_BY_PYTHON or b"\\u" not in body:
+    if len(body) > _MAX_BYTES_BY_PYTHON or body.count(b",") > _MAX_COMMAS_BY_PYTHON or b"\\u" not in body:
         return None
     try:
-        data = json.loads(body.decode(), parse_constant=_refused)
+        data = json.loads(body.decode(), parse_float=_finite, parse_constant=_finite)
         if not isinstance(data, dict):
             return None
-        orjson.dumps([*data])  # the fields' names
+        for name in _LABELS.intersection(data):
+            label = json.dumps(data[name]).encode()
+            if label.count(b"[") + label.count(b"{") > MAX_DEPTH:
+                return None
+            data[name] = orjson.Fragment(label)
+        orjson.dumps(data)
     except (ValueError, TypeError, RecursionError):
         return None
-    for name, value in data.items():
-        try:
-            orjson.dumps(value)
-        except TypeError:
-            if name in _READ:
-                return None
-            data[name] = orjson.Fragment(json.dumps(value).encode())
     return data
 
 
-def _refused(constant: str) -> object:
-    raise ValueError(f"{constant} is no JSON")
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no JSON, or more than a float holds")
+    return number
 
 
 def load_prompt(body: bytes) -> dict[str, Any]:

@@ -163,6 +163,14 @@ def test_a_label_that_was_cut_within_an_emoji_reaches_the_workers_as_it_is(field
         b'"prompt": "a", "cache_salt": "\\ud83d"',
         b'"prompt": "a", "vllm_xargs": {"a": "\\ud83d", "kv_transfer_params": {}}',
         b'"prompt": "a", "\\ud83d": 1',
+        b'"prompt": "a", "tools": [{"name": "\\ud83d"}]',
+        b'"prompt": "a", "guided_regex": "\\ud83d"',
+        b'"prompt": "a", "echo": "\\ud83d"',
+        b'"prompt": "a", "user": "\\ud83d", "temperature": 1e400',
+        b'"prompt": "a", "metadata": ["\\ud83d", -1e400]',
+        b'"prompt": "a", "user": "\\ud83d", "x": %b1%b' % (b"[" * 300, b"]" * 300),
+        b'"prompt": "a", "metadata": %b"\\ud83d"%b' % (b"[" * 300, b"]" * 300),
+        b'"prompt": "a", "user": "\\ud83d", "x": [%b1]' % (b"1," * 2**16),
         b'"prompt": "a", "user": "\\ud83d", "top_p": NaN',
         b'"prompt": "a", "user": "\\ud83d", "x": "\xff"',
         b'"prompt": "a", "user": "\\ud83d"}',
@@ -170,6 +178,6 @@ def test_a_label_that_was_cut_within_an_emoji_reaches_the_workers_as_it_is(field
         b'"prompt": "a", "user": "\\ud83d", "x": %b1%b' % (b"[" * 5000, b"]" * 5000),
     ],
 )
-def test_half_of_a_pair_that_would_be_read_here_or_made_tokens_of_is_refused(fields: bytes) -> None:
+def test_half_of_a_pair_in_a_label_opens_no_way_for_what_is_refused_elsewhere(fields: bytes) -> None:
     with pytest.raises(NotJson):
         parse("completions", b"{%b}" % fields)
