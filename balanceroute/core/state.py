@@ -62,7 +62,7 @@ def _misspelt(value: Any, like: Any, path: str) -> str:
 
 def _example() -> dict[str, Any]:
     """A document with every name that is read: a request runs, and another one waits."""
-    scheduler = Scheduler(make_policy(PolicySettings(policy="pool_fifo")))
+    scheduler = Scheduler(make_policy(PolicySettings(policy="br_0")))  # whose documents say `overdue_s`
     scheduler.add_worker(WorkerSpec("d0", Role.DECODE, slots=1), 0.0)
     for name in ("r0", "r1"):
         scheduler.submit_prefilled(RequestSpec(name, 1), 0.0)

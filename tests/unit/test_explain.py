@@ -279,6 +279,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             r"^workers\[0\].slow_down: unknown; did you mean slowd",
         ),
         ({"waiting": [{"id": "r", "prompt_tokens": 1, "prio_rity": 1}]}, r"^waiting\[0\].prio_rity: .* mean priority"),
+        ({"waiting": [{"id": "r", "prompt_tokens": 1, "overdue": 1}]}, r"^waiting\[0\].overdue: .* mean overdue_s"),
         ({"means": {"prompt_tokens": 1, "answer_token": 3}}, r"^means.answer_token: unknown; did you mean answer_to"),
     ],
 )
