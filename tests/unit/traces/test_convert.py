@@ -409,6 +409,13 @@ def test_a_log_with_requests_of_this_router_and_of_vllm_is_read_as_the_kind_that
     assert len(convert_trace(path, "router").trace) == 2 and len(convert_trace(path, "vllm").trace) == 1
 
 
+def test_requests_that_other_programs_log_beside_vllm_are_none_of_this_router(tmp_path: Path) -> None:
+    """structlog, which many services log with, writes `event` as well."""
+    engine = vllm_log(("01-01 00:00:00", "Received request a: prompt: 'x', params: (max_tokens=16)"))
+    other = '{"method": "POST", "path": "/v1/completions", "event": "request", "timestamp": "2026-01-01T00:00:00Z"}\n'
+    assert len(convert_trace(written(tmp_path / "all.log", engine + other)).trace) == 1
+
+
 @pytest.mark.parametrize("message", [[300], ["INFO"], [1.5], {}, 7])
 def test_messages_in_journald_s_objects_that_are_no_text_are_passed_over(message: object, tmp_path: Path) -> None:
     log = vllm_log(("01-01 00:00:00", "Received request a: prompt: 'x', params: (max_tokens=16)"))
