@@ -290,6 +290,11 @@ class VllmLog:
         requests = logged_requests(path, self)
         if path.half_line is not None:
             self.damaged.append(path.half_line)
+        if not requests and self.foreign:
+            raise InputError(
+                f"{path}: vLLM's lines hold no request, those of this router do (the first is line {self.foreign}): "
+                "trace convert --format router"
+            )
         if not requests:
             raise InputError(f"{path}: no line 'Received request': start vllm serve with --enable-log-requests")
         if all(entry.prompt is None for entry in requests):

@@ -409,6 +409,14 @@ def test_a_log_with_requests_of_this_router_and_of_vllm_is_read_as_the_kind_that
     assert len(convert_trace(path, "router").trace) == 2 and len(convert_trace(path, "vllm").trace) == 1
 
 
+def test_a_log_of_this_router_beside_a_vllm_that_logs_no_requests_says_how_it_is_read(tmp_path: Path) -> None:
+    """The advice was to have vLLM log them."""
+    path = written(tmp_path / "all.log", vllm_log(("01-01 00:00:00", "Starting vLLM")) + ROUTER)
+    with pytest.raises(InputError, match=r"the first is line 5\): trace convert --format router"):
+        convert_trace(path)
+    assert len(convert_trace(path, "router").trace) == 2
+
+
 def test_requests_that_other_programs_log_beside_vllm_are_none_of_this_router(tmp_path: Path) -> None:
     """structlog, which many services log with, writes `event` as well."""
     engine = vllm_log(("01-01 00:00:00", "Received request a: prompt: 'x', params: (max_tokens=16)"))
