@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from balanceroute.core.knobs import PolicySettings
 from balanceroute.core.policies import make_policy
@@ -18,7 +18,7 @@ from balanceroute.testing.costs import slow_decisions, slow_predictions
 USAGE = "usage: python -m balanceroute.testing [--predictor] MODULE:CLASS [NAME=VALUE ...]"
 P = ParamSpec("P")
 T = TypeVar("T")
-MOST_S: Final = 60.0  # from one that is made to the next; before each decision of a round one is made
+MOST_S: Final = 60.0  # from one policy that is made to the next, which is one decision; each call of a predictor
 
 
 class TooLong(BaseException):
@@ -40,7 +40,11 @@ def main(arguments: list[str]) -> int:
         if of_predictor:
             options = parse_options("option", params)
             with time_limit():
-                own_predictor = in_time(partial(make_predictor, name, options=options))
+                make_own = in_time(partial(make_predictor, name, options=options))
+
+                def own_predictor(horizon_steps: int) -> Any:
+                    return EachInTime(make_own(horizon_steps))
+
                 warn(name, slow_predictions(own_predictor))
                 check_predictor(own_predictor)
         else:
@@ -67,7 +71,7 @@ def main(arguments: list[str]) -> int:
 
 @contextmanager
 def time_limit() -> Iterator[None]:
-    """From the first one made (`in_time`) to the end, `TooLong` is raised wherever the code is that does not end."""
+    """From the first call (`in_time`) to the end, `TooLong` is raised wherever the code is that does not end."""
     before = signal.signal(signal.SIGALRM, _raise_too_long)
     try:
         yield
@@ -76,14 +80,24 @@ def time_limit() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def in_time(make: Callable[P, T]) -> Callable[P, T]:
-    """The same maker, which begins `MOST_S` anew."""
+class EachInTime:
+    """A predictor of which each call begins `MOST_S` anew: one is asked, and learns, hundreds of times."""
 
-    def made(*args: P.args, **kwargs: P.kwargs) -> T:
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return in_time(found) if callable(found := getattr(self._own, name)) else found
+
+
+def in_time(call: Callable[P, T]) -> Callable[P, T]:
+    """The same, which begins `MOST_S` anew."""
+
+    def begun(*args: P.args, **kwargs: P.kwargs) -> T:
         signal.setitimer(signal.ITIMER_REAL, MOST_S)
-        return make(*args, **kwargs)
+        return call(*args, **kwargs)
 
-    return made
+    return begun
 
 
 def _raise_too_long(*_: object) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -534,6 +535,34 @@ def test_the_kit_names_the_place_in_a_policy_that_never_ends(
     assert conformance(["tests.unit.test_library:Endless"]) == 1
     said = "tests.unit.test_library:Endless: it has not answered for 0.2 s (test_library.py, line "
     assert capsys.readouterr().out.startswith(said)
+
+
+class Slow(balanceroute.SurvivalPredictor):
+    """Each of its calls takes half of the time that one may take."""
+
+    time_left = 1.0
+
+    def _call(self) -> None:
+        Slow.time_left -= 0.5
+        assert Slow.time_left >= 0
+
+    def predict(self, ages, prompt_tokens, keys):  # type: ignore[no-untyped-def]
+        self._call()
+        return super().predict(ages, prompt_tokens, keys)
+
+    def predict_one(self, age, prompt_tokens, key):  # type: ignore[no-untyped-def]
+        self._call()
+        return super().predict_one(age, prompt_tokens, key)
+
+    def observe(self, finished):  # type: ignore[no-untyped-def]
+        self._call()
+        super().observe(finished)
+
+
+def test_each_call_of_a_predictor_has_the_time_of_the_kit_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A history has hundreds of them."""
+    monkeypatch.setattr(signal, "setitimer", lambda _, time_s: setattr(Slow, "time_left", time_s / 60))
+    assert conformance(["--predictor", "tests.unit.test_library:Slow"]) == 0
 
 
 def test_the_kit_is_a_command_with_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
