@@ -91,7 +91,8 @@ def own_echo(request: ClientRequest) -> dict[str, Any] | None:
     wishes = request.prompt_wishes
     if wishes is None or not (wishes.echo and request.stream) or request.return_token_ids:
         return None
-    text = orjson.loads(request.prompt_json)
+    prompt = orjson.loads(request.prompt_json)
+    text = "" if prompt == [""] else prompt
     if not isinstance(text, str):
         raise InvalidRequest("echo of token ids is not available when stream=True with this connector.", param="echo")
     return {"choices": [{"text": text}]}

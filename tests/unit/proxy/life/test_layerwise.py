@@ -8,12 +8,21 @@ import orjson
 import pytest
 
 from balanceroute.core.types import Outcome
-from balanceroute.errors import BadUpstreamReply, ConnectionLost, EdgeFull, InvariantError, UpstreamTimeout
+from balanceroute.errors import (
+    BadUpstreamReply,
+    ConnectionLost,
+    EdgeFull,
+    InvalidRequest,
+    InvariantError,
+    UpstreamTimeout,
+)
 from balanceroute.proxy.client.outlets import PartAnswer
 from balanceroute.proxy.life import layerwise
 from balanceroute.proxy.life.errors import DeadlineExceeded
-from balanceroute.proxy.life.layerwise import CALLBACK_S, GIVE_UP_S, PREFILL_REPLY_S, Layerwise
+from balanceroute.proxy.life.layerwise import CALLBACK_S, GIVE_UP_S, PREFILL_REPLY_S, Layerwise, own_echo
 from balanceroute.proxy.ops.services import Services
+from balanceroute.proxy.wire.client_request import parse
+from balanceroute.proxy.wire.derived_requests import split
 from balanceroute.proxy.wire.payloads import push_body
 from balanceroute.proxy.workers.connector_check import WrongConnector
 from balanceroute.proxy.workers.silence import SETTLE_S
@@ -400,3 +409,13 @@ async def test_a_stream_stays_when_its_prefiller_falls_silent_after_the_first_to
         leg.abandon()
         await asyncio.wait({request})
     assert not left and client.text == " 20 21" and idle(services)
+
+
+def test_a_stream_echoes_the_texts_of_a_batch_and_no_token_ids() -> None:
+    """Of which one may be empty: engines take that in a list only."""
+    body = {"prompt": ["", "a"], "echo": True, "stream": True}
+    assert [own_echo(part) for part in split(parse("completions", orjson.dumps(body)))] == [
+        {"choices": [{"text": text}]} for text in ("", "a")
+    ]
+    with pytest.raises(InvalidRequest, match="echo of token ids"):
+        own_echo(parse("completions", orjson.dumps({**body, "prompt": [7]})))
