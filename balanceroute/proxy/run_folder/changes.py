@@ -89,8 +89,8 @@ class Changes(msgspec.Struct, frozen=True):
 
         An added worker that is down is waited for: it may have served for long. One whose server the configuration
         names under another name by now leaves: that server would get twice its share. A drained server stays drained
-        under another name. A worker that was down, or that no brain has known, gets no new requests before its first
-        answer; one that was up is not out before as many failed checks as ever.
+        under another name. A worker whose server was down, or that no brain has known, gets no new requests before its
+        first answer; one that was up is not out before as many failed checks as ever.
         """
         fleet = services.fleet
         configured = {worker.id: worker.spec for worker in fleet}
@@ -114,11 +114,12 @@ class Changes(msgspec.Struct, frozen=True):
         for spec in self.workers:
             if spec.id not in fleet:
                 fleet.leave(fleet.restore(spec))
-        down, untried, known = set(self.down), set(self.untried), {spec.id: spec for spec in self.workers}
+        down, untried = {None, *self.down}, set(self.untried)
         for worker in fleet:
-            if worker.id in untried:
+            name = before.whose(worker.spec)  # None: no brain has known its server
+            if name in untried:
                 worker.circuit.await_trial()
-            worker.seen_healthy = known.get(worker.id) == worker.spec and worker.id not in down
+            worker.seen_healthy = name not in down
             if not worker.seen_healthy:
                 fleet.await_answer(worker)  # not out: its group may be frozen, which this brain does not know yet
 

@@ -121,6 +121,20 @@ async def test_the_next_brain_sends_nothing_to_a_worker_that_no_brain_has_known_
 
 
 @with_virtual_time
+async def test_the_next_brain_knows_a_server_that_its_configuration_describes_otherwise() -> None:
+    services = a_router()
+    services.fleet["d1"].circuit.open(services.loop.time(), "it generated no tokens")
+    services.fleet.set_healthy(services.fleet["d2"], False)
+    found = changes_of(services, services.config, LINEAGE)
+    urls = [worker.spec.url for worker in services.fleet.of(Role.DECODE)]
+    other = a_router(a_config(decode={"workers": [{"url": url, "id": f"new-{n}"} for n, url in enumerate(urls)]}))
+    found.apply(other)
+    without = {worker.id for worker in other.fleet if worker.state is not WorkerState.UP and not worker.leaving}
+    assert without == {"new-2"}, "the others have served until now"
+    assert other.fleet["new-1"].circuit.state is CircuitState.HALF_OPEN
+
+
+@with_virtual_time
 async def test_the_next_brain_keeps_leaving_workers_whatever_its_configuration_lists() -> None:
     services = a_router()
     services.fleet.add(NEW, 3)
