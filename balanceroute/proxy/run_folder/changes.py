@@ -188,7 +188,8 @@ class KeptChanges:
         found = saved_changes(path, lineage)
         if found != Changes(lineage) and lead.others > found.epoch:
             log.info("saved changes of operators are dropped: another router has led since")
-            found = Changes(lineage, workers=found.workers, number=found.number)  # they may still have streams
+            down = tuple(spec.id for spec in found.workers)  # or not: this router has not checked them since
+            found = Changes(lineage, workers=found.workers, down=down, number=found.number)  # they may have streams
         reloaded = number > max(found.number, FIRST)
         self.last = msgspec.structs.replace(found, policy=None) if reloaded else found
 

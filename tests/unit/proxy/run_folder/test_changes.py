@@ -383,6 +383,8 @@ async def test_operators_changes_are_forgotten_when_another_router_has_led_since
     staying = {worker.id for worker in again.fleet if not worker.leaving}
     assert staying - set(specs(a_router())) == (set() if forgets else {"new"})
     assert ("d1" in staying) is forgets
+    without = {worker.id for worker in again.fleet if worker.state is not WorkerState.UP and worker.id in staying}
+    assert without == (staying if forgets else {"new", "p0"}), "any may have gone down since"
     assert "new" in again.fleet, "streams of the time when it led may be there"
     assert ("another router has led since" in caplog.text) is forgets
     led.keep(again, base)
