@@ -27,6 +27,7 @@ from balanceroute.proxy.admission.tickets import Tickets
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.payloads import drain_body
+from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.fleet import Fleet, Worker
 from balanceroute.proxy.workers.pins import Pin, stand_in
 
@@ -173,7 +174,7 @@ class Drainer:
         pause_s = PAUSE_S
         while (left_s := self._left_s(job)) > 0:
             worker = self._choose(tried)
-            if worker is None:  # all are down or refuse
+            if worker is None:  # all are down, or silent, or refuse
                 await asyncio.sleep(min(pause_s, left_s))
                 pause_s = min(MAX_PAUSE_S, 2 * pause_s)
                 tried.clear()
@@ -193,7 +194,7 @@ class Drainer:
         """The untried decode worker with the most free slots; one that rests after a failure only if no other is up."""
         resting: Worker | None = None
         for worker in self._decoders():
-            if worker.id in tried or worker.state is WorkerState.DOWN or not self._fleet.has(worker):
+            if worker.id in tried or not _is_there(worker) or not self._fleet.has(worker):
                 continue
             if _serves(worker):
                 return worker
@@ -240,6 +241,12 @@ class Drainer:
             return None if isinstance(error, ConnectFailed) and not error.sent else False
         finally:
             worker.release()
+
+
+def _is_there(worker: Worker) -> bool:
+    """Whether it is up, or rests or was drained; else it is down, or has to answer a health check before."""
+    paused = worker.drained or worker.leaving or worker.circuit.state is not CircuitState.CLOSED
+    return worker.state is WorkerState.UP or (worker.state is WorkerState.DRAINING and paused)
 
 
 def _serves(worker: Worker) -> bool:

@@ -183,13 +183,28 @@ async def test_kv_older_than_its_safe_share_is_never_pulled() -> None:
 @with_virtual_time
 async def test_a_drain_uses_the_freest_worker_first_and_a_resting_one_last() -> None:
     services = a_router()
-    services.fleet["d0"].state = WorkerState.DRAINING
+    services.fleet["d0"].circuit.busy(services.loop.time())
     services.fleet["d1"].state = WorkerState.DOWN
     services.ledger.report_decoder("d2", 10_000, 10_000, 0)  # it is full, but does not rest
     script(services, "d2", 503)
     await drain_one(services)
     assert asked(services) == ["d2", "d0"]  # d2 said no, so the resting one, and never the one that is down
     assert outcomes(services) == (1, 0, 0)
+
+
+@with_virtual_time
+async def test_a_drain_waits_for_a_worker_that_has_answered_a_health_check() -> None:
+    services = a_router()
+    script(services, "d0", None)  # it answers nothing
+    for worker in services.fleet:
+        services.fleet.await_answer(worker)
+    services.drainer.drain(a_job(services))
+    await let_pass(1.0)
+    assert asked(services) == []
+    services.fleet["d1"].doubted = False
+    services.fleet.update(services.fleet["d1"])
+    await drained(services)
+    assert asked(services) == ["d1"] and outcomes(services) == (1, 0, 0)
 
 
 @with_virtual_time
