@@ -147,10 +147,9 @@ class HealthMonitor:
         """Whether this decoder has sent no token for too long although it owes some to clients that read."""
         if worker.spec.role is not Role.DECODE or not worker.in_use:
             return False
-        latest_s = self._loop.time() - self._config().health.stall_after_s
-        if max(worker.progress_s, self._attention.since_s) > latest_s:
-            return False
-        return self._awaited_since_s(worker.id) <= latest_s
+        limit_s = self._config().health.stall_after_s
+        silent_since_s = max(worker.progress_s, self._awaited_since_s(worker.id))
+        return self._attention.attended_since_s(silent_since_s, limit_s) <= self._loop.time() - limit_s
 
     def _join(self, worker: Worker) -> None:
         lifecycle, now = self._config().lifecycle, self._loop.time()

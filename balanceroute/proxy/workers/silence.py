@@ -17,6 +17,7 @@ evidence, because the sockets' contents must be read first (`Attention`).
 Pure: takes vitals and times as arguments.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -25,6 +26,7 @@ from balanceroute.proxy.telemetry.ticks import Looks
 
 ALL_WORKERS: Final = "all workers"  # the name of the group of all workers
 LATE_LOOK_S: Final = 0.5  # above what a busy machine delays a timer by, below every timeout that silence is judged by
+_MOST_PAUSES: Final = 256  # kept; to forget older ones makes long silence count for longer
 SETTLE_S: Final = 1.0  # after a pause of this process, or a worker's death: time to read the sockets' contents
 
 
@@ -105,10 +107,24 @@ class Attention:
         self._looks = Looks()
         self.since_s = float("-inf")
         self.paused_s = 0.0
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=_MOST_PAUSES)  # end and length of each
 
     def look(self, now: float, period_s: float) -> bool:
         """Note a look, one per period; returns whether silence that is seen now may be judged."""
         before_s, self.paused_s = self._looks.last_s, 0.0
         if self._looks.stood_still(now, period_s + LATE_LOOK_S):
             self.since_s, self.paused_s = now, now - before_s
+            self._pauses.append((now, self.paused_s))
         return now - self.since_s >= SETTLE_S
+
+    def attended_since_s(self, silent_since_s: float, limit_s: float) -> float:
+        """As if this process had not paused: when silence began that is judged after `limit_s`.
+
+        Who stood still with it needs time to be at work again, so what is left after a pause is no less than the pause.
+        """
+        since_s = silent_since_s
+        for end_s, paused_s in self._pauses:
+            if end_s > since_s:
+                left_s = min(max(paused_s, SETTLE_S), limit_s)
+                since_s = max(min(since_s + paused_s, end_s), end_s + left_s - limit_s)
+        return since_s

@@ -314,9 +314,25 @@ async def test_a_worker_is_stalled_without_any_recent_sign_of_progress(lately: s
     worker.progress_s = now - (30.0 if lately != "token" else 29.9)
     awaited_since_s = {"d0": now - (30.0 if lately != "first request" else 29.9)}
     monitor._awaited_since_s = lambda worker_id: awaited_since_s.get(worker_id, math.inf)
-    services.attention.since_s = now - (30.0 if lately != "pause of ours" else 29.9)
+    for look_s in (now - 90.0, now - (30.0 if lately != "pause of ours" else 29.9)):
+        services.attention.look(look_s, 0.25)
     await rounds(monitor)
     assert worker.stalled is (lately is None)
+
+
+@with_virtual_time
+async def test_a_worker_is_stalled_also_for_a_router_that_stands_still_now_and_then() -> None:
+    services, monitor = await seen_healthy(HEALTH | {"stall_after_s": 30.0})
+    services.fleet["d0"].take()
+    began_s = services.loop.time()
+    monitor._awaited_since_s = lambda worker_id: began_s
+    while not services.fleet["d0"].stalled and services.loop.time() < began_s + 100.0:
+        for _ in range(36):
+            services.attention.look(services.loop.time(), 0.25)
+            await let_pass(0.25)
+        await rounds(monitor)
+        stand_still(1.0)
+    assert 30.0 < services.loop.time() - began_s < 45.0
 
 
 @pytest.mark.parametrize("reason", ["idle", "nobody waits"])

@@ -92,3 +92,23 @@ def test_silence_seen_just_after_a_late_check_is_not_judged() -> None:
     for step in range(8):
         judged = attention.look(31.5 + step * 0.25, 0.25)
     assert judged
+
+
+@pytest.mark.parametrize(
+    ("pause", "since_s"),
+    [
+        ((20.0, 22.0), 12.0),  # it does not count
+        ((38.0, 40.0), 12.0),  # 2 s are left, as before
+        ((38.5, 40.5), 12.5),  # 1.5 s were left: less than the pause
+        ((8.0, 11.0), 11.0),  # it began before
+        ((20.0, 90.0), 90.0),  # the whole time again
+        ((5.0, 9.0), 10.0),  # it was over
+    ],
+)
+def test_a_pause_of_the_router_gives_back_the_time_and_leaves_no_less_than_it_took(
+    pause: tuple[float, float], since_s: float
+) -> None:
+    attention = Attention()
+    for look_s in pause:
+        attention.look(look_s, 0.25)
+    assert attention.attended_since_s(10.0, 30.0) == since_s
