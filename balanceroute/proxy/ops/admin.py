@@ -41,6 +41,8 @@ Entries = list[tuple[str, dict[str, Any]]]  # URL and further fields of each ins
 Prepare = Callable[[Services, Role, Entries], Awaitable[list[Callable[[], object]]]]
 """What would change the workers, once all that is asked for is known to be possible; else raises InvalidRequest."""
 
+FIRST_LOOKS: Final = 50  # for workers' first answers; all of them together take less than the time limit of any probe
+FIRST_LOOK_S: Final = 0.01
 AT_ONCE: Final = 16  # workers, in one turn of the loop; each takes some 0.2 ms
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,15 @@ log = logging.getLogger(__name__)
 def json_response(data: Any, status: int = 200) -> Response:
     """Data as a JSON response."""
     return Response(orjson.dumps(data), status, media_type="application/json")
+
+
+def _knows_too_few(fleet: Fleet) -> bool:
+    """Whether a tier has no worker that is up, but one that may be: it has not answered yet."""
+    tiers = [fleet.of(role) for role in Role]
+    return any(
+        any(worker.unknown for worker in tier) and all(worker.state is not WorkerState.UP for worker in tier)
+        for tier in tiers
+    )
 
 
 async def http_error(request: Request, error: Exception) -> Response:
@@ -134,9 +145,13 @@ class Admin:
         """200 if a request sent now would be served; `reasons` says what is wrong in spite of that.
 
         Workers that are down, drained or removed are listed with the cause. They are no reason for 503 while others of
-        their tier serve.
+        their tier serve. At the start it waits a moment for workers' first answers, most of which take milliseconds.
         """
         services = self._services()
+        for _ in range(FIRST_LOOKS):
+            if not _knows_too_few(services.fleet):
+                break
+            await asyncio.sleep(FIRST_LOOK_S)
         view = services.ledger.view()
         tiers = {
             "prefill": {each.id: each.state for each in view.prefillers},
