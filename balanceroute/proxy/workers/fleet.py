@@ -172,8 +172,8 @@ class Worker:
 
     @property
     def unknown(self) -> bool:
-        """Whether it gets no requests because it has answered no health check of this process yet."""
-        return self.doubted and not self.seen_healthy
+        """Whether it gets no requests because no health check of this process has had a result yet."""
+        return self.healthy and self.doubted and not self.seen_healthy
 
     @property
     def able(self) -> bool:

@@ -91,3 +91,14 @@ async def test_the_log_line_of_a_worker_that_comes_up_has_no_reason(caplog: pyte
         True,
         False,
     ]
+
+
+@with_virtual_time
+async def test_a_worker_whose_first_check_was_in_vain_is_down_and_no_longer_unknown() -> None:
+    """Whoever asks whether the router is ready would wait for its first answer each time."""
+    services = a_router()
+    worker = services.fleet["d0"]
+    services.fleet.await_answer(worker)
+    assert worker.unknown
+    services.fleet.set_healthy(worker, False)
+    assert worker.doubted and not worker.unknown
