@@ -129,10 +129,12 @@ def child(name: str, listener: socket.socket, on_up: Callable[[], None]) -> None
 
 
 async def live(name: str, listener: socket.socket, on_up: Callable[[], None]) -> None:
-    loop, drain, now = asyncio.get_running_loop(), threading.Event(), threading.Event()
+    loop, drain, now, ends = asyncio.get_running_loop(), threading.Event(), threading.Event(), threading.Event()
     deaf = name == OPTIONS.get("deaf")
 
     def on_signal(number: signal.Signals) -> None:
+        if ends.is_set():
+            return  # the brain is told again when the relays have ended, perhaps while it ends
         note(name, number.name)
         if not deaf and number in (signal.SIGUSR2, signal.SIGUSR1):
             drain.set()
@@ -159,6 +161,7 @@ async def live(name: str, listener: socket.socket, on_up: Callable[[], None]) ->
         server.close()
         on_up()
     await until(lambda: now.is_set() or not (FOLDER / f"hold-{name}").exists(), within_s=LIFE_S)
+    ends.set()
     note(name, "ends")
     if server is not None:
         server.close()
