@@ -10,7 +10,6 @@ Where more requests wait than slots are free, the policy then decides without th
 slot, without the worker. The runner-up is its first admission. If it makes none, the other of the two is left out.
 """
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from operator import itemgetter
@@ -18,13 +17,13 @@ from typing import Any, Final
 
 from balanceroute.core.policies import BUILT_IN
 from balanceroute.core.policy import AdmissionPolicy
-from balanceroute.core.scarce_fit import kv_room, slower_workers
+from balanceroute.core.scarce_fit import SlowerWorkers, kv_room
 from balanceroute.core.scheduler import Scheduler
 from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.core.snapshot_json import snapshot_to_dict
 from balanceroute.core.state import misspelt, state_from_dict
-from balanceroute.core.target_fit import TargetFit, is_worth
+from balanceroute.core.target_fit import TargetFit
 from balanceroute.core.tracker import DecodeInstanceState
 from balanceroute.core.types import Admit, WorkerState
 from balanceroute.errors import InputError
@@ -381,10 +380,9 @@ def _why_no_more(policy: AdmissionPolicy, snapshot: ClusterSnapshot) -> str:
 def _why_held_back(policy: TargetFit, snapshot: ClusterSnapshot) -> str:
     """Why the class in front, which alone may be admitted, leaves places free: by its smallest prompt."""
     rules, prompt_tokens = policy.rules, min([tracker.prompt_tokens for tracker in snapshot.pool.front])
-    fastest, may_rise = slower_workers(snapshot, rules)
-    most = snapshot.envelope * may_rise if may_rise < math.inf else math.inf
+    slower, envelope = SlowerWorkers(snapshot, rules), snapshot.envelope
     places = snapshot.open_workers() or [w for w in snapshot.up if len(w.active) < w.own_slots + w.ahead]
-    worth = [w for w in places if is_worth(w.spec, w.step_load, prompt_tokens, fastest, most)]
+    worth = [w for w in places if slower.may_take(w.spec, w.step_load, prompt_tokens, envelope)]
     if not worth:
         return "would slow the others down by more than the slower workers with a free slot would serve"
     if rules.sees_memory and prompt_tokens > max([kv_room(worker, snapshot.means) for worker in worth]):

@@ -66,7 +66,7 @@ class FitRules:
     growth_share: float = 0.0  # how far T is below the mean, in (1 - 1/G) mean answers
     stock_share: float = 0.0  # factor of the difference between arriving and waiting prompts, which lowers T further
 
-    # Slower workers: `scarce_fit.slower_workers`.
+    # Slower workers: `scarce_fit.SlowerWorkers`.
     most_rise: float = math.inf  # how far a request there may raise the largest load, in shares of a running request
 
     # Bonus for waiting, u^2 times tokens: `scarce_fit.Window`.

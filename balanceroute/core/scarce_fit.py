@@ -78,10 +78,12 @@ small differences of size would decide who waits for a minute. So in the square 
 stands for the mean request (mean prompt + c) where it is larger; not in caps, nor in what is huge.
 
 *Slower workers.* Small prompts keep a slower worker level with the others, but not where each request costs c beside
-its tokens: with all slots in use it costs `slowdown` times as much as they do, and all wait for it. One request more
-among the N that run yields 1/N more tokens, so it must not make the step longer by more than 1/N. A step also takes
-time that no load changes, up to twice that of the loads say. So where c is known, a slower worker keeps its slots free
-while the smallest request would raise the largest load by more than `most_rise` = 3 times its Nth part.
+its tokens, nor where prompts are alike (`ALIKE`): with all slots in use it costs `slowdown` times as much as they do,
+and all wait for it. One request more among the N that run yields 1/N more tokens, so it must not make the step longer
+by more than 1/N; over its life it holds its prompt and half an answer. A step also takes time that no load changes, as
+long as `STEADY_TOKENS` do, or up to twice as long as the loads do. So there a slower worker keeps its slots free while
+the smallest request would raise the largest load by more than the Nth part of that load and the time that no load
+changes, or by more than `most_rise` = 3 times the Nth part of that load. Where c is known the latter alone counts.
 
 *Large pools.* Where more wait than there are slots, whatever the last of them are chosen for, they wait longer than the
 mean answer takes; and so many are not needed to find one that fits. So a decision chooses among as many as there are
@@ -105,6 +107,8 @@ MOST_WINDOW = 512  # of a class, in waiting order, that a decision chooses from
 GROWTH_ANSWERS = 2.0  # mean answers of KV memory that are kept free for growth: see `kv_memory`
 MOST_GROWTH_SHARE = 1 / 32  # of the KV memory: no more is kept free
 MOST_ANSWERS = 10.0  # mean answers by which one is expected to be longer at most; few are where prompts differ much
+ALIKE = 0.3  # of what a request holds on average: prompts that differ by less, on average, are alike
+STEADY_TOKENS = 208_000.0  # whose time is as long as what no load changes: b/a of the reference step
 LARGE = 5.0  # mean prompts: a larger one counts for no more in the stock, as it waits there for its place
 
 
@@ -132,19 +136,36 @@ def cost(spec: WorkerSpec, prompt_tokens: float) -> float:
     return spec.slowdown * (prompt_tokens + spec.request_tokens)
 
 
-def slower_workers(snapshot: ClusterSnapshot, rules: FitRules) -> tuple[float, float]:
-    """The least slowdown, and by what factor a request on a slower worker may raise the largest load. O(G).
+class SlowerWorkers:
+    """When a slower worker keeps its slots free (see above). O(G) to make.
 
-    Infinite where all are equally fast, requests cost nothing beside their tokens, or no worker waits for another.
+    Attributes: `matter`, whether one ever does. None does where all are equally fast, no worker waits for another, or
+    small prompts keep it level.
     """
-    if not snapshot.request_tokens or not snapshot.shared_barrier:
-        return 0.0, math.inf
-    slowdowns = [worker.spec.slowdown for worker in snapshot.up]
-    fastest = min(slowdowns)
-    if fastest == max(slowdowns):
-        return fastest, math.inf
-    running = sum([worker.occupied for worker in snapshot.workers if worker.state is not DOWN])
-    return fastest, 1.0 + rules.most_rise / max(1, running)
+
+    def __init__(self, snapshot: ClusterSnapshot, rules: FitRules) -> None:
+        means, c = snapshot.means, snapshot.request_tokens
+        self._most_rise, self._steady, self._half_answer = rules.most_rise, STEADY_TOKENS, 0.5 * means.answer_tokens
+        self._fastest, self._running, self.matter = 0.0, 1, False
+        if rules.most_rise == math.inf or not snapshot.shared_barrier:
+            return
+        if c:
+            self._steady = 0.0
+        elif means.deviation_tokens >= ALIKE * (means.prompt_tokens + self._half_answer):
+            return
+        slowdowns = [worker.spec.slowdown for worker in snapshot.up]
+        self._fastest = min(slowdowns, default=0.0)
+        self.matter = self._fastest < max(slowdowns, default=0.0)
+        if self.matter:
+            running = sum([worker.occupied for worker in snapshot.workers if worker.state is not DOWN])
+            self._running = max(1, running)
+
+    def may_take(self, spec: WorkerSpec, load: float, prompt_tokens: float, envelope: float) -> bool:
+        """Whether a prompt may go to a worker of this load, where the largest load is `envelope`."""
+        if not self.matter or spec.slowdown == self._fastest:
+            return True
+        rise = max(self._most_rise * envelope, self._steady + envelope) / self._running
+        return load + cost(spec, prompt_tokens + self._half_answer) <= envelope + rise
 
 
 class OpenWorker:
@@ -193,7 +214,7 @@ class Loads:
             for each in self.changing:
                 each.see_memory(snapshot.means)
                 each.roomiest = each.room == most
-        self._fastest, self._may_rise = slower_workers(snapshot, rules)
+        self._slower = SlowerWorkers(snapshot, rules)
         self.open = self.changing.copy()
         for index in sorted([worker.index for worker in open_workers] + snapshot.down, reverse=True):
             del fixed[index]
@@ -232,10 +253,10 @@ class Loads:
 
     def too_slow(self, worker: OpenWorker, window: "Window") -> bool:
         """Whether a request here slows the others down by more than it serves ("Slower workers")."""
-        if self._may_rise == math.inf or worker.spec.slowdown == self._fastest:
+        if not self._slower.matter:
             return False
         _, envelope, _ = self.around(worker)
-        return worker.load + cost(worker.spec, window.smallest) > envelope * self._may_rise
+        return not self._slower.may_take(worker.spec, worker.load, window.smallest, envelope)
 
     def emptiest(self) -> OpenWorker:
         """The open worker with the fewest requests over slots; ties: least load, then lowest index."""

@@ -48,10 +48,10 @@ from mypy_extensions import mypyc_attr
 
 from balanceroute.core.fit_rules import FitRules, TargetFitParams, caps_s, step_alone
 from balanceroute.core.policy import Choice, StageTimer
-from balanceroute.core.scarce_fit import Loads, OpenWorker, Window, choose_scarce, cost, kv_memory, slower_workers
+from balanceroute.core.scarce_fit import Loads, OpenWorker, SlowerWorkers, Window, choose_scarce, cost, kv_memory
 from balanceroute.core.snapshot import ClusterSnapshot, free_slots
 from balanceroute.core.tracker import DecodeInstanceState, RequestTracker
-from balanceroute.core.types import DOWN, WorkerSpec
+from balanceroute.core.types import DOWN
 
 MIN_ACTIVE_TO_HOLD = 4  # requests; nothing is held back while a worker has fewer, as the envelope then says little
 HOLD_SHARE = 0.1  # of the mean answer's time: where answers are short, an empty slot costs more than it gains
@@ -145,19 +145,19 @@ class TargetFit:
     def _slack(
         self, snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState], now: float, may_hold: bool
     ) -> Iterator[Choice]:
-        """The largest prompt to the lightest worker (`is_worth`), again and again; `may_hold`: see "Holding back"."""
+        """The largest prompt to the lightest worker, again and again. `may_hold`: see "Holding back"."""
         workers, loads = snapshot.workers, snapshot.step_loads()
         envelope = max(snapshot.in_barrier(loads))
         lightest = [(loads[worker.index], worker.index) for worker in open_workers]
         heapify(lightest)
         waiting, busy = snapshot.pool.front, False
         hold_s = self.hold_s(snapshot) if may_hold else 0.0
-        fastest, may_rise = slower_workers(snapshot, self.rules)
+        slower = SlowerWorkers(snapshot, self.rules)
         for request in waiting.by_size(len(waiting), descending=True):
             place = lightest[0]
-            if may_rise < math.inf:
-                tokens, most = request.prompt_tokens, envelope * may_rise
-                worth = [each for each in lightest if is_worth(workers[each[1]].spec, each[0], tokens, fastest, most)]
+            if slower.matter:
+                tokens = request.prompt_tokens
+                worth = [each for each in lightest if slower.may_take(workers[each[1]].spec, each[0], tokens, envelope)]
                 if not worth:
                     continue  # it waits for a departure
                 place = min(worth)
@@ -186,7 +186,7 @@ class TargetFit:
         pool_is_full: bool,
         force: bool,
     ) -> Iterator[Choice]:
-        """In waiting order, each request to the lightest worker (`is_worth`) whose memory it fits.
+        """In waiting order, each request to the lightest worker (`SlowerWorkers`) whose memory it fits.
 
         A request that fits none of these waits, unless it is past its cap: then it goes to the one with the most room,
         if there is any. `force`: treat every request as past its cap.
@@ -198,13 +198,12 @@ class TargetFit:
         sizes, ready_s = waiting.arrays()
         age = (now - ready_s) / caps_s(sizes, snapshot, self.params, self.rules, pool_is_full)
         past_cap = ((age > 1.0) | force).tolist()
-        fastest, may_rise = slower_workers(snapshot, self.rules)
+        slower = SlowerWorkers(snapshot, self.rules)
         envelope = max(snapshot.in_barrier(loads))
         for request, late in zip(waiting.head(len(waiting)), past_cap, strict=True):
             tokens, worth = request.prompt_tokens, places
-            if may_rise < math.inf:
-                most = envelope * may_rise
-                worth = [each for each in places if is_worth(each.spec, each.load, tokens, fastest, most)]
+            if slower.matter:
+                worth = [each for each in places if slower.may_take(each.spec, each.load, tokens, envelope)]
                 if not worth:
                     continue  # it waits for a departure
             fitting = [each for each in worth if tokens <= each.room]
@@ -239,23 +238,12 @@ def held_until(request: RequestTracker, hold_s: float, snapshot: ClusterSnapshot
 
 
 def worth_filling(snapshot: ClusterSnapshot, rules: FitRules) -> list[DecodeInstanceState]:
-    """Workers with a free slot, without slower ones where no request is worth its cost (`slower_workers`)."""
-    open_workers = snapshot.open_workers()
-    if not open_workers:
+    """Workers with a free slot, without slower ones where no request is worth its cost (`SlowerWorkers`)."""
+    open_workers, slower = snapshot.open_workers(), SlowerWorkers(snapshot, rules)
+    if not open_workers or not slower.matter:
         return open_workers
-    fastest, may_rise = slower_workers(snapshot, rules)
-    if may_rise == math.inf:
-        return open_workers
-    most, smallest = snapshot.envelope * may_rise, min([tracker.prompt_tokens for tracker in snapshot.pool.front])
-    return [worker for worker in open_workers if is_worth(worker.spec, worker.step_load, smallest, fastest, most)]
-
-
-def is_worth(spec: WorkerSpec, load: float, prompt_tokens: int, fastest: float, most: float) -> bool:
-    """Whether a prompt may go to a worker of this load: to a fastest one, or where it makes the load no more than that.
-
-    See "Slower workers" in `scarce_fit.py`.
-    """
-    return spec.slowdown == fastest or load + cost(spec, prompt_tokens) <= most
+    envelope, smallest = snapshot.envelope, min([tracker.prompt_tokens for tracker in snapshot.pool.front])
+    return [worker for worker in open_workers if slower.may_take(worker.spec, worker.step_load, smallest, envelope)]
 
 
 def short_of_memory(snapshot: ClusterSnapshot, open_workers: list[DecodeInstanceState]) -> bool:

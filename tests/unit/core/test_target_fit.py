@@ -791,3 +791,27 @@ def test_a_prompt_past_its_limit_goes_to_a_fast_worker_short_of_memory_where_a_s
     assert admitted(scheduler) == [("small", "d0")]
     pool_all(scheduler, {"next": 5_000}, now=60.0)
     assert admitted(scheduler, 60.0)[0] == ("large", "d0")
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "deviation_tokens", "answer_tokens", "taken"),
+    [
+        (30_000, 0.0, 0.0, False),
+        (30_000, 15_000.0, 0.0, True),  # prompts differ: small ones keep the slower worker level
+        (300, 0.0, 0.0, True),  # such loads hardly change the time of a step
+        (2_000, 0.0, 0.0, True),
+        (2_000, 0.0, 4_000.0, False),  # each holds as much again on average
+        (2_000, 1_400.0, 4_000.0, True),
+    ],
+)
+@pytest.mark.parametrize("waiting", [1, 9])
+def test_a_slower_worker_that_small_prompts_do_not_keep_level_keeps_slots_free(
+    waiting: int, prompt_tokens: int, deviation_tokens: float, answer_tokens: float, *, taken: bool
+) -> None:
+    """Four workers of eight requests, and one that takes twice as long with four: the loads are level."""
+    scheduler = a_scheduler("level_fit", workers=5, slots=8, slowdowns=[1.0, 1.0, 1.0, 1.0, 2.0], hold_s=0.0)
+    hold(scheduler, [[prompt_tokens] * 8] * 4 + [[prompt_tokens] * 4])
+    pool_all(scheduler, {f"w{number}": prompt_tokens for number in range(waiting)})
+    means = scheduler.snapshot.means
+    means.deviation_tokens, means.answer_tokens = deviation_tokens, answer_tokens
+    assert {worker for _, worker in admitted(scheduler)} == ({"d4"} if taken else set())
