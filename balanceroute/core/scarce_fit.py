@@ -78,12 +78,13 @@ small differences of size would decide who waits for a minute. So in the square 
 stands for the mean request (mean prompt + c) where it is larger; not in caps, nor in what is huge.
 
 *Slower workers.* Small prompts keep a slower worker level with the others, but not where each request costs c beside
-its tokens, nor where prompts are alike (`ALIKE`): with all slots in use it costs `slowdown` times as much as they do,
-and all wait for it. One request more among the N that run yields 1/N more tokens, so it must not make the step longer
-by more than 1/N; over its life it holds its prompt and half an answer. A step also takes time that no load changes, as
-long as `STEADY_TOKENS` do, or up to twice as long as the loads do. So there a slower worker keeps its slots free while
-the smallest request would raise the largest load by more than the Nth part of that load and the time that no load
-changes, or by more than `most_rise` = 3 times the Nth part of that load. Where c is known the latter alone counts.
+its tokens: with all slots in use it costs `slowdown` times as much as they do, and all wait for it. One request more
+among the N that run yields 1/N more tokens, so it must not make the step longer by more than 1/N; over its life it
+holds its prompt and half an answer. A step also takes time that no load changes, up to twice that of the loads say. So
+where c is known, a slower worker keeps its slots free while the smallest request would raise the largest load by more
+than `most_rise` = 3 times its Nth part. Where c is not known but prompts are alike (`ALIKE`) there are no small ones,
+and it does the same. There, what no load changes may take as long as `STEADY_TOKENS`; and the envelope comes down only
+if all k slower workers serve one request less. So the load may rise by k Nth parts of both together, if that is more.
 
 *Large pools.* Where more wait than there are slots, whatever the last of them are chosen for, they wait longer than the
 mean answer takes; and so many are not needed to find one that fits. So a decision chooses among as many as there are
@@ -144,28 +145,29 @@ class SlowerWorkers:
     """
 
     def __init__(self, snapshot: ClusterSnapshot, rules: FitRules) -> None:
-        means, c = snapshot.means, snapshot.request_tokens
-        self._most_rise, self._steady, self._half_answer = rules.most_rise, STEADY_TOKENS, 0.5 * means.answer_tokens
-        self._fastest, self._running, self.matter = 0.0, 1, False
+        means = snapshot.means
+        self._most_rise, self._half_answer = rules.most_rise, 0.5 * means.answer_tokens
+        self._knows_c = snapshot.request_tokens > 0.0
+        self._fastest, self._slower, self._running, self.matter = 0.0, 0, 1, False
         if rules.most_rise == math.inf or not snapshot.shared_barrier:
             return
-        if c:
-            self._steady = 0.0
-        elif means.deviation_tokens >= ALIKE * (means.prompt_tokens + self._half_answer):
+        if not self._knows_c and means.deviation_tokens >= ALIKE * (means.prompt_tokens + self._half_answer):
             return
         slowdowns = [worker.spec.slowdown for worker in snapshot.up]
         self._fastest = min(slowdowns, default=0.0)
-        self.matter = self._fastest < max(slowdowns, default=0.0)
-        if self.matter:
-            running = sum([worker.occupied for worker in snapshot.workers if worker.state is not DOWN])
-            self._running = max(1, running)
+        self._slower = sum([slowdown > self._fastest for slowdown in slowdowns])
+        if self._slower:
+            self.matter = True
+            self._running = max(1, sum([w.occupied for w in snapshot.workers if w.state is not DOWN]))
 
     def may_take(self, spec: WorkerSpec, load: float, prompt_tokens: float, envelope: float) -> bool:
         """Whether a prompt may go to a worker of this load, where the largest load is `envelope`."""
         if not self.matter or spec.slowdown == self._fastest:
             return True
-        rise = max(self._most_rise * envelope, self._steady + envelope) / self._running
-        return load + cost(spec, prompt_tokens + self._half_answer) <= envelope + rise
+        rise = self._most_rise * envelope
+        if not self._knows_c:
+            rise = max(rise, self._slower * (envelope + STEADY_TOKENS))
+        return load + cost(spec, prompt_tokens + self._half_answer) <= envelope + rise / self._running
 
 
 class OpenWorker:

@@ -186,7 +186,9 @@ class Oracle:
         if not self.c and means["deviation_tokens"] >= 0.3 * (means["prompt_tokens"] + half_answer):
             return False
         envelope = max(each.load for each in self.barrier)
-        rise = max(3 * envelope, 0 if self.c else envelope + 208_000)
+        rise = 3 * envelope
+        if not self.c:
+            rise = max(rise, sum(each > min(up) for each in up) * (envelope + 208_000))
         limit = envelope + rise / max(1, self.running)
         load = place.load + place.slowdown * (prompt + half_answer + place.c)
         assume(abs(load - limit) > NEAR * (1 + limit))

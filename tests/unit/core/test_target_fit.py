@@ -815,3 +815,14 @@ def test_a_slower_worker_that_small_prompts_do_not_keep_level_keeps_slots_free(
     means = scheduler.snapshot.means
     means.deviation_tokens, means.answer_tokens = deviation_tokens, answer_tokens
     assert {worker for _, worker in admitted(scheduler)} == ({"d4"} if taken else set())
+
+
+@pytest.mark.parametrize(("slowdowns", "taken"), [([1.0, 1.0, 2.0, 2.0], True), ([1.0, 1.0, 1.0, 2.0], False)])
+def test_several_slower_workers_keep_slots_free_only_where_that_is_worth_it_for_all_together(
+    slowdowns: list[float], *, taken: bool
+) -> None:
+    """One request less on one of them makes no step shorter while another one stays as loaded."""
+    scheduler = a_scheduler("level_fit", workers=4, slots=8, slowdowns=slowdowns, hold_s=0.0)
+    hold(scheduler, [[6_000] * (4 if slowdown > 1.0 else 8) for slowdown in slowdowns])
+    pool_all(scheduler, {"next": 6_000})
+    assert bool(admitted(scheduler)) is taken
