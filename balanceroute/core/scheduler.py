@@ -604,7 +604,7 @@ class Scheduler:
         if self.draining:
             return RejectReason.DRAINING
         snapshot = self.snapshot
-        if not snapshot.n_in_barrier or _all_down(snapshot.prefillers):
+        if _all_down(snapshot.prefillers) or (spec.decodes and not snapshot.n_in_barrier):
             return RejectReason.NO_WORKERS
         if self.config.max_queued == 0:
             return RejectReason.QUEUE_FULL
@@ -639,7 +639,7 @@ class Scheduler:
 
     def _begin(self, tracker: RequestTracker, now: float) -> None:
         """Its first phase: the queue or, decode first, the pool."""
-        if self._begins_in_pool(tracker.max_new_tokens != 0):
+        if self._begins_in_pool(tracker.decodes):
             self._pool(tracker, now)
         else:
             self.prefills.enqueue(tracker, self.snapshot)

@@ -99,6 +99,11 @@ class RequestTracker:
         # while it is prefilled: the cost at each prefiller
         self.offers: tuple[Sequence[PrefillerBudget], Sequence[float]] | None = None
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it needs a decode worker, and so comes to the pool."""
+        return self.max_new_tokens != 0
+
     def uncached_on(self, prefiller: "PrefillerBudget") -> int:
         """Tokens of its prompt that this prefiller would have to compute."""
         if not self.prefix:

@@ -305,6 +305,17 @@ def test_arrivals_are_refused_when_the_queue_is_full_nothing_can_serve_or_the_ro
     assert list(scheduler.snapshot.requests) == ["a"]
 
 
+@pytest.mark.parametrize("decode_first", [False, True])
+def test_a_request_that_is_only_scored_needs_no_decode_worker_that_is_up(decode_first: bool) -> None:
+    scheduler = a_scheduler(workers=1, config=SchedulerConfig(decode_first=decode_first))
+    scheduler.set_worker_state("d0", WorkerState.DOWN, 0.0)
+    assert scheduler.submit(a_request("decodes"), 0.0) == Reject("decodes", RejectReason.NO_WORKERS)
+    assert scheduler.submit(RequestSpec("scored", 100, max_new_tokens=0), 0.0) is None
+    assert [prefill.request for prefill in scheduler.dispatch(0.0)] == ["scored"]
+    scheduler.set_worker_state("p0", WorkerState.DOWN, 0.0)
+    assert scheduler.submit(RequestSpec("late", 100, max_new_tokens=0), 0.0) == Reject("late", RejectReason.NO_WORKERS)
+
+
 def test_pool_and_queue_entries_expire_at_their_deadlines() -> None:
     scheduler = a_scheduler(workers=1, slots=1, config=SchedulerConfig(pool_ttl_s=10.0, queue_deadline_s=5.0))
     into_decode(scheduler, "running")

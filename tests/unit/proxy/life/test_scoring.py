@@ -39,6 +39,20 @@ async def test_a_prefiller_alone_answers_a_scoring_request(decode_first: bool, s
     assert idle(services)
 
 
+@pytest.mark.parametrize("decode_first", [False, True])
+@with_virtual_time
+async def test_a_scoring_request_is_answered_while_all_decode_workers_are_down(decode_first: bool) -> None:
+    config = a_config(1, 1)
+    if decode_first:
+        config = config.model_validate(config.model_dump() | LAYERWISE)
+    services, client = a_router(config), Client()
+    script(services, "p0", scored())
+    services.fleet.set_healthy(services.fleet["d0"], False)
+    async with dispatching(services):
+        await a_leg(services, client, Scoring, echo=True, max_tokens=0, logprobs=1, stream=False).run()
+    assert client.ended and idle(services)
+
+
 @pytest.mark.parametrize("status", [500, 503])
 @pytest.mark.parametrize("decode_first", [False, True])
 @with_virtual_time
