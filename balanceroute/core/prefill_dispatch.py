@@ -82,7 +82,7 @@ class PrefillDispatch:
             tracker.pushing = True
         else:
             tracker.phase = PREFILLING
-            snapshot.prefilling += 1
+            snapshot.prefilling += tracker.decodes
         self._prefills += 1
         prefiller.begin(tracker, now)
         prefiller.last_used = self._prefills
@@ -118,5 +118,5 @@ class PrefillDispatch:
         if tracker.pushing:
             tracker.pushing = False
         else:
-            snapshot.prefilling -= 1
+            snapshot.prefilling -= tracker.decodes
         prefiller_of(tracker).end(tracker, now, done)

@@ -79,7 +79,7 @@ class ClusterSnapshot:
         self._all_request_tokens = 0  # the sum
         self.longest_wait_s = math.inf  # a request that waits longer would leave the pool unserved
         self.max_pooled = math.inf  # requests in the pool, and those being prefilled for it
-        self.prefilling = 0
+        self.prefilling = 0  # those that come to the pool
         self.shared_barrier = True  # else each decode worker steps alone
         self.draws = 0  # random decisions taken so far: with the seed, the whole state of a random policy
 
@@ -383,7 +383,8 @@ class ClusterSnapshot:
         for tracker in self.requests.values():
             by_phase[tracker.phase].add(tracker.id)
         self._expect("queued", set(self.queued), by_phase[QUEUED])
-        self._expect("prefilling", self.prefilling, len(by_phase[PREFILLING]))
+        pooling = [name for name in by_phase[PREFILLING] if self.requests[name].decodes]
+        self._expect("prefilling", self.prefilling, len(pooling))
         self._expect("pooled", {tracker.id for tracker in self.pool}, by_phase[POOLED])
         self._expect("decoding", {tracker.id for tracker in self.decoding()}, by_phase[DECODING])
         self._expect("gone", set(), by_phase[GONE])

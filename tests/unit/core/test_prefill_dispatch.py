@@ -50,6 +50,20 @@ def test_decode_first_a_full_pool_keeps_no_request_from_a_prefiller_that_needs_n
     assert scheduler.snapshot.pool_is_full and scheduler.dispatch(1.0) == [Prefill("next", "p0")]
 
 
+@pytest.mark.parametrize("decode_first", [False, True])
+def test_a_prefill_for_a_prompt_that_is_only_scored_takes_no_room_in_the_pool(decode_first: bool) -> None:
+    """With prefill first, as many of them as the pool has places kept all others from the prefillers."""
+    scheduler = a_scheduler(workers=1, config=SchedulerConfig(max_pooled=1, decode_first=decode_first))
+    scheduler.submit(RequestSpec("scored", 100, max_new_tokens=0), 0.0)
+    assert scheduler.dispatch(0.0) and not scheduler.snapshot.pool_is_full
+    scheduler.snapshot.check_invariants()
+    scheduler.submit(a_request("decodes"), 0.0)
+    assert decode_first or scheduler.dispatch(0.0) == [Prefill("decodes", "p0")]
+    assert scheduler.snapshot.pool_is_full
+    scheduler.finish("scored", Outcome.FINISHED, 1.0)
+    scheduler.snapshot.check_invariants()
+
+
 def test_decode_first_the_queue_and_the_pool_refuse_only_the_requests_that_would_come_there() -> None:
     """Scoring requests that filled the queue had all others refused, and a full pool scoring requests."""
     config = SchedulerConfig(decode_first=True, max_pooled=1, max_queued=1)
