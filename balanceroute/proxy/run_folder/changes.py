@@ -44,8 +44,9 @@ class Changes(msgspec.Struct, frozen=True):
     `added`: also workers that differ from the configuration's of the same id, which are in `replaced`. `removed` and
     `replaced`: as the configuration described them; a worker that it describes differently now is as it says.
     `options`: of that policy. `workers`: all that the router has, because workers that leave may still have requests.
-    `down`: those of them that did not pass their last health check. `untried`: those that are to have one request only,
-    because earlier ones have failed there, or got no token. `number`: of the configuration
+    `down`: those of them that health checks found down, or that have passed none yet. `doubted`: those that did not
+    answer the last one. `untried`: those that are to have one request only, because earlier ones have failed there, or
+    got no token. `number`: of the configuration
     (`parent/configured.py`). `epoch`: of the brain that wrote this.
     """
 
@@ -58,6 +59,7 @@ class Changes(msgspec.Struct, frozen=True):
     options: dict[str, Option] = {}
     workers: tuple[WorkerSpec, ...] = ()
     down: tuple[str, ...] = ()
+    doubted: tuple[str, ...] = ()
     untried: tuple[str, ...] = ()
     number: int = 0
     epoch: int = 0
@@ -89,8 +91,8 @@ class Changes(msgspec.Struct, frozen=True):
 
         An added worker that is down is waited for: it may have served for long. One whose server the configuration
         names under another name by now leaves: that server would get twice its share. A drained server stays drained
-        under another name. A worker whose server was down, or that no brain has known, gets no new requests before its
-        first answer; one that was up is not out before as many failed checks as ever.
+        under another name. A worker whose server was down or doubted, or that no brain has known, gets no new requests
+        before its first answer; one that was not down is not out before as many failed checks as ever.
         """
         fleet = services.fleet
         configured = {worker.id: worker.spec for worker in fleet}
@@ -120,7 +122,7 @@ class Changes(msgspec.Struct, frozen=True):
             if name in untried:
                 worker.circuit.await_trial()
             worker.seen_healthy = name not in down
-            if not worker.seen_healthy:
+            if name in down or name in self.doubted:
                 fleet.await_answer(worker)  # not out: its group may be frozen, which this brain does not know yet
 
 
@@ -140,6 +142,7 @@ def changes_of(
     staying = {worker.id: worker.spec for worker in services.fleet if not worker.leaving}
     routing = services.config.routing
     chosen = routing.policy != base.routing.policy
+    down = [worker.id for worker in services.fleet if worker.unknown or not worker.healthy]
     added = tuple(spec for spec in staying.values() if spec != configured.get(spec.id))
     return Changes(
         lineage,
@@ -150,7 +153,8 @@ def changes_of(
         policy=routing.policy if chosen else None,
         options=dict(routing.options) if chosen else {},
         workers=tuple(worker.spec for worker in services.fleet),
-        down=tuple(worker.id for worker in services.fleet if worker.doubted or not worker.healthy),
+        down=tuple(down),
+        doubted=tuple(worker.id for worker in services.fleet if worker.doubted and worker.id not in down),
         untried=tuple(worker.id for worker in services.fleet if worker.circuit.state in _UNTRIED),
         number=number,
         epoch=epoch,

@@ -112,6 +112,22 @@ async def test_the_next_brain_takes_a_worker_that_was_up_for_down_after_as_many_
 
 
 @with_virtual_time
+async def test_the_next_brain_takes_a_doubted_worker_for_down_after_as_many_failed_checks() -> None:
+    """It was out after one, and all requests that ran there were prefilled again."""
+    services, other = a_router(), a_router()
+    await health_monitor(services).polling.once()
+    services.fleet.await_answer(services.fleet["d1"])
+    changes_of(services, services.config, LINEAGE).apply(other)
+    assert other.fleet["d1"].state is WorkerState.DRAINING, "it gets nothing before it answers"
+    script(other, "d1", ConnectFailed("refused", worker="d1", tier="decode"))
+    monitor = health_monitor(other)
+    for _ in range(other.config.health.failure_threshold):
+        assert not other.fleet["d1"].out
+        await monitor.polling.once()
+    assert other.fleet["d1"].out
+
+
+@with_virtual_time
 async def test_the_next_brain_sends_nothing_to_a_worker_that_no_brain_has_known_until_it_answers() -> None:
     services, other = a_router(a_config(1, 2)), a_router(a_config(1, 3))
     changes_of(services, services.config, LINEAGE).apply(other)
