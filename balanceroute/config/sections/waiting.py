@@ -38,9 +38,9 @@ class Queue(Section):
     )
     deadline_s: Seconds = Field(
         120.0,
-        description="Longest wait for a prefiller, and for the first token while workers answer 429 or 503; "
-        "then 503. Raise it if clients have longer timeouts and would rather wait. An answer that has begun, and goes "
-        "on elsewhere, waits for limits.request_timeout_s at most.",
+        description="Longest wait for a prefiller, and for the first token once a decode worker has answered 429 or "
+        "503; then 503. Raise it if clients have longer timeouts and would rather wait. An answer that has begun, and "
+        "goes on elsewhere, waits for limits.request_timeout_s at most.",
     )
     no_worker_grace_s: SecondsOrZero = Field(
         5.0,

@@ -6,7 +6,7 @@
 | the same, and those that do are out of service | nothing | ends: 503, as the model is not unknown |
 | its engine has no rank of that number | as a 500 | as a 500 |
 | another 4xx except 429 | nothing | ends: the error is the client's |
-| 429, 503 | rests (`circuit.busy`) | tries again, without counting a failure; ends at the queue's deadline |
+| 429, 503 | rests (`circuit.busy`) | tries again, without counting a failure; ends after the queue's deadline |
 | given back without a lasting token | rests, after `MANY_BACK` in a row | tries again, `MAX_FRUITLESS` times in a row |
 | made anew | nothing | the same |
 | the request's own deadline | nothing | ends |
@@ -21,7 +21,8 @@
 | it died | a failure | tries again, or ends when it is the likely cause (`suspicion.py`) |
 
 **Back-pressure is no failure.** A 429 or 503 means "later". While every worker rests, the request waits as for a slot,
-and gets a 503 with Retry-After if it has no first token after `queue.deadline_s`.
+and gets a 503 with Retry-After if it has no first token `queue.deadline_s` after the first refusal of a decode worker.
+For a prefiller that refuses it waits as long as for one that is busy: from its arrival, or its last requeue.
 
 **Given back.** So does an engine without memory, and it may give back request after request before the first token. It
 would soon be the least loaded worker, get every request, and give them all back: so it rests, too. One that has begun
@@ -50,6 +51,7 @@ import os
 import random
 import re
 from collections.abc import Awaitable
+from operator import itemgetter
 from typing import Final
 
 import orjson
@@ -99,7 +101,7 @@ class Retries:
         "_model",
         "_pinned_nothing",
         "_prefill_failures",
-        "_refusal",
+        "_refusals",
         "_refused",
         "_request_id",
         "_services",
@@ -116,7 +118,8 @@ class Retries:
         self._prefill_failures = self._decode_failures = self._fruitless = self._refused = 0  # in a row
         self._pinned_nothing = False  # a prefiller has answered without KV parameters since the last that had some
         self._erred: set[str] = set()  # workers of either tier that answered it with their own error
-        self._refusal: UpstreamStatus | None = None  # the last 429 or 503 before the first token
+        # before the first token, by tier: the time of its first 429 or 503 in a row, and the last one
+        self._refusals: dict[str, tuple[float, UpstreamStatus]] = {}
         self._begun_s = math.inf  # when the first token came on its present decode worker
         self._to_retry: set[str] = set()  # tiers where a try has failed and another may be made
 
@@ -147,7 +150,8 @@ class Retries:
         now = services.tickets.now()
         if isinstance(error, UpstreamStatus) and pushes_back(error):
             circuit.busy(now, error.retry_after_s)
-            self._refusal = None if begun else error  # an answer that has begun has its own deadline
+            if not begun:  # else the answer has its own deadline
+                self._refusals[tier] = (self._refusals.get(tier, (now, error))[0], error)
             self._refused += 1
             self._to_retry.add(tier)
             return self._backoff_s(self._refused)
@@ -289,11 +293,14 @@ class Retries:
 
     def wait_for_worker(self, ticket: Ticket, answer: Awaitable[str]) -> Awaitable[str]:
         """Wait for a worker; after a refusal only until the queue's deadline. Raises: QueueTimeout."""
-        return answer if self._refusal is None else self._until_deadline(ticket, answer, self._refusal)
+        return self._until_deadline(ticket, answer) if self._refusals else answer
 
-    async def _until_deadline(self, ticket: Ticket, answer: Awaitable[str], refusal: UpstreamStatus) -> str:
+    async def _until_deadline(self, ticket: Ticket, answer: Awaitable[str]) -> str:
+        since_s, refusal = min(self._refusals.values(), key=itemgetter(0))
+        if refusal.tier == "prefill":  # as it waits in the queue without a refusal, which is when the queue ends it
+            since_s = min(since_s, ticket.queued_s)
         try:
-            async with asyncio.timeout_at(ticket.arrived_s + self._services.config.queue.deadline_s):
+            async with asyncio.timeout_at(since_s + self._services.config.queue.deadline_s):
                 return await answer
         except TimeoutError:
             text = f"No worker has taken the request; the last one, for {refusal.tier}, answered {refusal.status}."
@@ -331,13 +338,14 @@ class Retries:
     # -- what is forgotten
 
     def prefilled(self) -> None:
-        """Forget failures of the prefill: a probe was answered."""
+        """Forget failures and refusals of the prefill: a probe was answered."""
         self._prefill_failures, self._pinned_nothing = 0, False
+        self._refusals.pop("prefill", None)
 
     def begun(self, now: float) -> None:
         """Forget refusals and suspicions: the first tokens are here."""
         self._refused = 0
-        self._refusal = None
+        self._refusals.clear()
         self._begun_s = now
         if self._suspect is not None:
             self._services.suspicions.cleared(self._suspect)
@@ -359,7 +367,7 @@ class Retries:
 
     def close(self) -> None:
         """Release everything: the request is over."""
-        self._refusal = None  # an error keeps the frames that it passed
+        self._refusals.clear()  # an error keeps the frames that it passed
         self.left_worker()
 
 

@@ -470,6 +470,22 @@ async def test_a_failed_last_try_does_not_count_as_a_retry(tier: str, worker: st
     assert services.metrics.retries.value(tier) == len(tries) - 1
 
 
+@with_virtual_time
+async def test_a_request_that_has_waited_long_for_a_slot_is_tried_again_after_a_refusal() -> None:
+    """It got 503 at once: the time for its next try was counted from its arrival."""
+    services = a_router(a_config(1, 1, queue={"deadline_s": 3.0}))
+    script(services, "p0", probed(), probed())
+    script(services, "d0", 503, Page(events(20, finish="stop") + DONE))
+    services.fleet.drain(services.fleet["d0"])
+    async with dispatching(services):
+        client = Client()
+        task = services.loop.create_task(a_leg(services, client).run())
+        await let_pass(5.0)
+        services.fleet.undrain(services.fleet["d0"])
+        await task
+    assert client.ended
+
+
 FATES: dict[str, tuple[dict[str, Any], list[Any], str]] = {
     "it goes on": ({}, [probed(prompt=[*PROMPT_IDS, 20, 21])], "adjusted"),
     "it ends without another token": ({}, [probed(prompt=[*PROMPT_IDS, 20, 21])], "adjusted"),

@@ -357,11 +357,48 @@ async def test_a_refused_request_waits_until_the_queue_deadline_and_names_the_re
     services, retries = some_retries()
     ticket = services.tickets.submit(RequestSpec("r", 10))
     await ticket.prefiller()
+    await let_pass(2 * services.config.queue.deadline_s)  # in the pool, for example
+    refused_s = services.ledger.now()
+    retries.judge(a_status(429), services.fleet["d0"], begun=False)
+    await let_pass(1.0)
     retries.judge(a_status(503, 7.0), services.fleet["d0"], begun=False)
     with pytest.raises(QueueTimeout, match="answered 503") as refused:
         await retries.wait_for_worker(ticket, ticket.admission())
     assert refused.value.retry_after_s == 7.0
-    assert services.ledger.now() == ticket.arrived_s + services.config.queue.deadline_s
+    assert services.ledger.now() == refused_s + services.config.queue.deadline_s
+
+
+@with_virtual_time
+async def test_a_request_that_prefillers_refuse_waits_as_long_as_the_queue_lets_it_since_its_requeue() -> None:
+    services, retries = some_retries()
+    ticket = services.tickets.submit(RequestSpec("r", 10))
+    await ticket.prefiller()
+    ticket.prefilled(10)
+    services.ledger.admit()
+    await let_pass(2 * services.config.queue.deadline_s)
+    ticket.requeue()
+    requeued_s = services.ledger.now()
+    await let_pass(1.0)
+    retries.judge(a_status(429, tier="prefill"), services.fleet["p0"], begun=False)
+    services.fleet.set_healthy(services.fleet["p0"], False)
+    with pytest.raises(QueueTimeout, match="for prefill, answered 429"):
+        await retries.wait_for_worker(ticket, services.loop.create_future())
+    assert services.ledger.now() == requeued_s + services.config.queue.deadline_s
+
+
+@with_virtual_time
+async def test_a_refusal_by_a_prefiller_is_forgotten_once_another_one_has_computed_the_prompt() -> None:
+    """Its wait for a slot ended after `queue.deadline_s`, and that of others after `pool.ttl_s`."""
+    services, retries = some_retries()
+    ticket = services.tickets.submit(RequestSpec("r", 10))
+    retries.judge(a_status(429, tier="prefill"), services.fleet["p0"], begun=False)
+    retries.prefilled()
+
+    async def freed() -> str:
+        await let_pass(2 * services.config.queue.deadline_s)
+        return "d1"
+
+    assert await retries.wait_for_worker(ticket, freed()) == "d1"
 
 
 @with_virtual_time
