@@ -51,6 +51,7 @@ class Server(uvicorn.Server):
     """uvicorn's server that drains before it stops."""
 
     _exits = False
+    _asked_to_drain = False  # by a signal; the drain begins in the loop's next turn
     _wake: Callable[[], object] | None = None  # futures that wait for the end
 
     def __init__(self, app: ClientApp, config: Config, uds: str | None = None) -> None:
@@ -129,10 +130,11 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: object) -> None:
         """Drain at the first signal, end at the second."""
         services = getattr(self._app, "services", None)
-        if services is None or self._drain is not None or self.should_exit:
+        if services is None or self._asked_to_drain or self.should_exit:
             log.warning("ending now", extra={"signal": sig})
             self.should_exit = self.force_exit = True
             return
+        self._asked_to_drain = True
         services.loop.call_soon_threadsafe(self._begin_drain, services)
 
     def _begin_drain(self, services: ClientServices) -> None:

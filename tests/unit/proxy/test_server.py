@@ -139,6 +139,18 @@ async def test_a_second_signal_ends_at_once() -> None:
 
 
 @with_virtual_time
+async def test_a_second_signal_in_the_same_turn_of_the_loop_ends_at_once_too() -> None:
+    """A turn may take long: the second signal was taken for the first, and the router drained."""
+    services = a_draining_router()
+    services.exchanges = 1
+    server = a_server(services)
+    for _ in range(2):
+        server.handle_exit(signal.SIGTERM, None)
+    assert server.should_exit and server.force_exit
+    await let_pass(1.0)
+
+
+@with_virtual_time
 async def test_a_child_that_ends_at_once_refuses_no_request_that_another_may_serve() -> None:
     services = a_draining_router()
     server = a_server(services, ChildServer)
