@@ -191,10 +191,13 @@ class Mover:
             leg.interrupt(refusal.error())
 
     def _needs(self, role: Role, leg: Leg) -> bool:
-        """Whether a leg waits for a worker of that role, or for the answer of a prefiller that is out."""
+        """Whether a leg waits for a worker of that role, or for the answer of a prefiller that is out.
+
+        A prefill whose KV no decode worker could pull, or free, is not begun.
+        """
         ticket = leg.ticket
         if role is Role.DECODE:
-            return ticket.phase is Phase.POOLED
+            return ticket.phase is Phase.POOLED or (ticket.phase is Phase.QUEUED and ticket.spec.decodes)
         if ticket.phase is Phase.QUEUED or ticket.asking:
             return True
         if ticket.phase is Phase.PREFILLING:

@@ -21,6 +21,7 @@ from balanceroute.proxy.life.leg import Event, Leg
 from balanceroute.proxy.life.mover import Mover
 from balanceroute.proxy.life.moves import LANES
 from balanceroute.proxy.life.pool_reaper import PERIOD_S, PoolReaper
+from balanceroute.proxy.life.scoring import Scoring
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.workers.fleet import Worker
 from balanceroute.proxy.workers.silence import ALL_WORKERS, LATE_LOOK_S, SETTLE_S, FrozenGroup
@@ -193,6 +194,28 @@ async def test_requests_that_wait_for_a_tier_that_is_down_are_refused_after_its_
         await let_pass(2.0)
         for task in tasks:
             assert isinstance(task.exception(), NoHealthyWorkers)
+
+
+@with_virtual_time
+async def test_no_prefill_begins_for_a_request_that_has_waited_while_all_decode_workers_are_down() -> None:
+    """It was prefilled, refused then, and its KV stayed pinned: no decode worker was there to drain it."""
+    services = a_router(a_config(1, 1, queue={"no_worker_grace_s": 3.0}, prefill={"max_inflight": 1}))
+    p0 = script(services, "p0", None)
+    async with looking(services):
+        loop = services.loop
+        first = loop.create_task(a_leg(services, request_id="first").run())
+        await until(lambda: p0.under_way)
+        scores = {"echo": True, "max_tokens": 0, "logprobs": 1, "stream": False}
+        queued = loop.create_task(a_leg(services, request_id="queued").run())
+        scored = loop.create_task(a_leg(services, strategy=Scoring, request_id="scored", **scores).run())
+        await until(lambda: services.ledger.view().queued == 2)
+        services.fleet.set_healthy(services.fleet["d0"], False)
+        await let_pass(4.0)
+        assert isinstance(queued.exception(), NoHealthyWorkers) and len(p0.asked) == 1
+        assert not first.done() and not scored.done()
+        for task in (first, scored):
+            task.cancel()
+        await asyncio.gather(first, scored, return_exceptions=True)
 
 
 class Waits:
