@@ -193,12 +193,13 @@ class Mover:
     def _needs(self, role: Role, leg: Leg) -> bool:
         """Whether a leg waits for a worker of that role, or for the answer of a prefiller that is out.
 
-        A prefill whose KV no decode worker could pull, or free, is not begun.
+        While it waits for the first tier it waits for the second, too: no decode worker could pull, or free, the KV of
+        its prefill; decode first, one would wait for KV that nobody computes.
         """
-        ticket = leg.ticket
+        ticket, decode_first = leg.ticket, self._tickets.decode_first
         if role is Role.DECODE:
             return ticket.phase is Phase.POOLED or (ticket.phase is Phase.QUEUED and ticket.spec.decodes)
-        if ticket.phase is Phase.QUEUED or ticket.asking:
+        if ticket.phase is Phase.QUEUED or ticket.asking or (ticket.phase is Phase.POOLED and decode_first):
             return True
         if ticket.phase is Phase.PREFILLING:
             return leg.prefiller_id in self._out_since_s

@@ -17,6 +17,7 @@ from balanceroute.proxy.admission import ledger
 from balanceroute.proxy.admission.decider import MOST_ENDED
 from balanceroute.proxy.app import health_monitor
 from balanceroute.proxy.life.errors import WorkerSilent
+from balanceroute.proxy.life.layerwise import Layerwise
 from balanceroute.proxy.life.leg import Event, Leg
 from balanceroute.proxy.life.mover import Mover
 from balanceroute.proxy.life.moves import LANES
@@ -216,6 +217,22 @@ async def test_no_prefill_begins_for_a_request_that_has_waited_while_all_decode_
         for task in (first, scored):
             task.cancel()
         await asyncio.gather(first, scored, return_exceptions=True)
+
+
+@with_virtual_time
+async def test_decode_first_no_decode_worker_gets_a_request_that_has_waited_while_all_prefillers_are_down() -> None:
+    """It held a slot there until it asked for the prefill, and was refused then."""
+    config = a_config(1, 1, queue={"no_worker_grace_s": 3.0})
+    layerwise = {"connector": "mooncake_layerwise", "layerwise": {"callback_url": "http://router"}}
+    services = a_router(config.model_validate(config.model_dump() | layerwise))
+    d0 = script(services, "d0", None)
+    services.fleet.drain(services.fleet["d0"])
+    async with looking(services):
+        task = services.loop.create_task(a_leg(services, strategy=Layerwise).run())
+        await until(lambda: services.ledger.view().pooled)
+        services.fleet.set_healthy(services.fleet["p0"], False)
+        await let_pass(4.0)
+        assert isinstance(task.exception(), NoHealthyWorkers) and not d0.asked
 
 
 class Waits:
