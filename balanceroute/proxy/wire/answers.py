@@ -65,7 +65,6 @@ class AnswerAssembler:
         """Start an answer to `request`."""
         self._chat = request.endpoint == "chat"
         self._want_ids = request.return_token_ids
-        self._chooses_calls = request.rest.get("tool_choice") in (None, "auto")
         self._top: dict[str, Any] = {}
         self._choices: dict[int, _Choice] = {}
         self._fed_bytes = self.kept_bytes = 0
@@ -103,9 +102,7 @@ class AnswerAssembler:
         prompt_ids = scanner.generated.prompt_ids.tolist() if self._want_ids and scanner.generated.prompt_ids else None
         usage = scanner.usage or scanner.counted_usage()
         choices = [
-            choice.chat(index, self._want_ids, self._chooses_calls)
-            if self._chat
-            else choice.text(index, self._want_ids, prompt_ids)
+            choice.chat(index, self._want_ids) if self._chat else choice.text(index, self._want_ids, prompt_ids)
             for index, choice in sorted(self._choices.items())
         ]
         whole: dict[str, Any] = {
@@ -234,8 +231,8 @@ class _Choice:
             **self.further,
         }
 
-    def chat(self, index: int, want_ids: bool, chooses_calls: bool) -> dict[str, Any]:
-        """As a choice of /v1/chat/completions. `chooses_calls`: the model chooses whether it calls a tool."""
+    def chat(self, index: int, want_ids: bool) -> dict[str, Any]:
+        """As a choice of /v1/chat/completions."""
         message: dict[str, Any] = {
             "role": self.role,
             "content": None,
@@ -248,11 +245,7 @@ class _Choice:
         }
         # parsers for streams (vLLM's engine parsers, without `tools`) may end with arguments of a call that has no name
         calls = [_whole_call(call) for _, call in sorted(self.calls.items()) if call["function"].get("name")]
-        reason = self.finish_reason
-        if reason == "tool_calls" and self.calls and not calls:
-            reason = "stop"
-        elif reason == "length" and chooses_calls and calls and all(map(_is_complete, calls)):
-            reason = "tool_calls"  # as unstreamed: there a limit behind the calls is not told; in a stream it is
+        unnamed = self.calls and not calls
         if calls:
             message["tool_calls"] = calls
         if calls or any(message.get(name) is not None for name in REASONING_KEYS):
@@ -261,7 +254,7 @@ class _Choice:
             "index": index,
             "message": message,
             "logprobs": self._all_logprobs(),
-            "finish_reason": reason,
+            "finish_reason": "stop" if unnamed and self.finish_reason == "tool_calls" else self.finish_reason,
             "stop_reason": self.stop_reason,
             "token_ids": _as_list(self.token_ids) if want_ids and self.token_ids else None,
             **self.further,
@@ -273,14 +266,6 @@ def _whole_call(call: dict[str, Any]) -> dict[str, Any]:
     function = _joined(call["function"])
     function["arguments"] = function.get("arguments") or ""
     return {"type": "function", **call, "function": function}
-
-
-def _is_complete(call: dict[str, Any]) -> bool:
-    """Whether the arguments of a whole call are an object, and not its beginning."""
-    try:
-        return isinstance(orjson.loads(call["function"]["arguments"]), dict)
-    except ValueError:
-        return False
 
 
 def _append(fields: dict[str, Any], name: str, value: Any) -> int:
