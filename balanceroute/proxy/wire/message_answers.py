@@ -89,11 +89,11 @@ def message_of(answer: bytes, message_id: str) -> bytes:
 
 
 def _input_of(arguments: object) -> tuple[orjson.Fragment, bool]:
-    """A call's arguments as the JSON that came, and whether they are complete; {} if a limit has cut them off.
+    """A call's arguments as the JSON that came, and whether they are complete; {} if they were cut off or not begun.
 
     To read and write them would round integers of more than 64 bits, such as amounts and ids.
     """
-    text = arguments if isinstance(arguments, str) and arguments else "{}"
+    text = arguments if isinstance(arguments, str) else ""
     try:
         complete = isinstance(orjson.loads(text), dict)
     except ValueError:

@@ -185,6 +185,8 @@ def test_a_finish_reason_is_a_stop_reason_streamed_or_not(finish: str, stop: Any
         ('{"a": ', "stop", "END", "stop_sequence"),
         ('{"a": ', "length", None, "max_tokens"),
         ("", "tool_calls", None, "tool_use"),
+        ("", "tool_calls", "END", "stop_sequence"),
+        ("{}", "tool_calls", "END", "tool_use"),
     ],
 )
 def test_a_cut_tool_call_is_not_marked_as_executable(arguments: str, finish: str, stop: Any, reason: str) -> None:
@@ -192,7 +194,7 @@ def test_a_cut_tool_call_is_not_marked_as_executable(arguments: str, finish: str
     once = whole({"message": {"content": None, "tool_calls": calls}, "finish_reason": finish, "stop_reason": stop})
     out = a_stream().feed(ROLE + chunk(called(0, arguments, "f")) + chunk({}, finish, stop) + USAGE + DONE)
     assert once["stop_reason"] == events_in(out)[-2]["delta"]["stop_reason"] == reason
-    assert once["content"][0]["input"] == ({"a": 1} if arguments.endswith("}") else {})
+    assert once["content"][0]["input"] == ({"a": 1} if arguments == '{"a": 1}' else {})
 
 
 def test_a_tool_call_without_a_name_is_no_tool_use() -> None:
