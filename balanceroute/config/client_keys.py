@@ -60,10 +60,10 @@ class _File(Section):
 def read_client_keys(path: Path) -> tuple[KeyEntry, ...]:
     """The entries of a file. Raises: ConfigError: one line with the file and what is wrong in it."""
     content = read_document(path)
-    if not isinstance(content, list | dict):
-        reason = "is empty" if content is None else "is a single value"
-        raise ConfigError(f"{path}: {reason}; accepted is a list of keys ([] for none)")
     tree = {"keys": content} if isinstance(content, list) else content
+    if not isinstance(tree, dict) or "keys" not in tree:
+        reason = "is empty" if content is None else f"is a {'mapping' if isinstance(tree, dict) else 'single value'}"
+        raise ConfigError(f"{path}: {reason}; accepted is a list of keys, as `balanceroute key` makes it ([] for none)")
     try:
         entries = _File.model_validate(tree).keys
     except ValidationError as error:

@@ -31,7 +31,8 @@ def test_an_empty_list_of_keys_is_valid_and_admits_no_client(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "is empty; accepted is a list of keys ([] for none)"),
+        ("", "is empty; accepted is a list of keys, as `balanceroute key` makes it ([] for none)"),
+        ("alice: sk-br-secret\n", "is a mapping; accepted is a list of keys, as `balanceroute key` makes it"),
         ("search-team\n", "is a single value; accepted is a list of keys"),
         ("- a\n", "keys[0]: accepted is a mapping with the keys name, sha256, priority"),
         ("keys: {}\n", "keys: accepted is a list of keys"),
