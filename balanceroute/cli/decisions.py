@@ -120,6 +120,8 @@ def asked(client: "httpx.Client", last: int) -> dict[str, Any]:
         message = message_of(reply.content)
         if not message or reply.status_code in (200, 404):
             message = f"{message.rstrip('.')}; " * bool(message) + "is this a balanceroute router, of this version?"
+        if reply.status_code == 401:
+            message = f"{message.rstrip('.')}; give it with --admin-token"
         raise InputError(f"{url}/decisions: status {reply.status_code}: {message}")
     return body
 

@@ -149,7 +149,7 @@ async def first_model(client: Client) -> str:
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         message = message_of(reply.tail)
         status = f"status {reply.status}: {message}" if message else f"status {reply.status}"
-        hint = "; it asks for another key: set OPENAI_API_KEY" if reply.status == 401 else ""
+        hint = "; set --api-key or OPENAI_API_KEY to one of its keys" if reply.status == 401 else ""
         raise InputError(f"{client.url.geturl()}: no model list ({status}){hint}") from error
 
 

@@ -90,12 +90,13 @@ def test_the_routers_refusal_is_shown_and_the_token_is_sent(
     def reply(head: bytes) -> tuple[int, bytes]:
         if b"authorization: bearer right" in head.lower():
             return 200, b'{"count": 3, "decisions": []}'
-        return 401, b'{"error": {"message": "needs the token"}}'
+        return 401, b'{"error": {"message": "needs the token."}}'
 
     with answering(reply) as url:
         monkeypatch.delenv("BALANCEROUTE_AUTH__ADMIN_TOKEN", raising=False)
         assert run(monkeypatch, url, "--watch", "0") == 2
-        assert capsys.readouterr().err == f"balanceroute: {url}/decisions: status 401: needs the token\n"
+        refused = f"{url}/decisions: status 401: needs the token; give it with --admin-token"
+        assert capsys.readouterr().err == f"balanceroute: {refused}\n"
         assert run(monkeypatch, url, "--watch", "0", "--admin-token", "right", "--json") == 0
         assert '"count": 3' in capsys.readouterr().out
         monkeypatch.setenv("BALANCEROUTE_AUTH__ADMIN_TOKEN", "right")
