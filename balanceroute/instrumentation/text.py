@@ -74,7 +74,7 @@ def configuration(summary: Summary) -> list[str]:
     if len(summary.groups) > 1:
         alone = all(len(group.files) == 1 for group in summary.groups)
         lines += ["    shared_barrier: false"] if alone else []
-        lines.append(f"    workers:   # slowdown{'' if alone else ' and barrier_group'}, of the workers of")
+        lines.append("    workers:   # in the entry of each, by its log:")
         for number, group in enumerate(summary.groups, start=1):
             barrier = "" if alone else f", barrier_group: group{number}"
             unknown = "" if group.slowdown is not None else "   # not known: a fit means nothing"
