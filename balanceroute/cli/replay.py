@@ -32,6 +32,8 @@ COMPARE_HELP = (
 PREDICTOR_HELP = (
     "none, oracle, survival, exact_match, learned, or module:Class of your own. [default: survival for br_h, else none]"
 )
+FILLED = 0.7
+"""A balance below which most slots cannot have been in use: even random choice reaches .8 with all of them."""
 COST_AWARE_HELP = "Whether the router knows --slowdowns and --request-tokens."
 REQUEST_TOKENS_HELP = "c: a request costs as much step time as so many KV tokens, beside those that it has."
 SLOWDOWNS_HELP = "Time per token of each worker, relative to the others: 1,1,1,1.3"
@@ -307,6 +309,11 @@ def show_comparison(found: "dict[str, Figures]", title: str) -> None:
         )
         table.add_row(name, *cells, *waits)
     print_table(table)
+    if (best := max(figures.balance for figures in found.values())) < FILLED:
+        typer.echo(
+            f"balance is {best:.3f} at best: slots stayed empty, where policies hardly differ; "
+            "replay more requests, or at a higher --load"
+        )
 
 
 def check_figure(path: Path) -> None:

@@ -58,6 +58,16 @@ def test_compare_lists_every_policy_in_one_table(
     assert "makespan s" in printed, "tokens/s of a window favour who lets large prompts wait beyond it"
 
 
+def test_a_comparison_says_where_slots_stayed_empty_and_policies_hardly_differ(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = ["--trace", "capped", "--workers", "2", "--slots", "4", "--compare", "--max-requests", "200"]
+    for load, stated in (("0.3", True), ("1.2", False)):
+        assert run(monkeypatch, *cluster, "--load", load) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert (last.startswith("balance is 0.3") and "a higher --load" in last) == stated
+
+
 @pytest.mark.parametrize("more", [[], ["--compare"]], ids=["alone", "compared"])
 def test_a_failure_after_the_end_of_the_run_is_named_and_one_within_it_is_not(
     more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
