@@ -310,7 +310,7 @@ def test_pods_of_the_manifest_have_a_configuration_that_loads_and_time_to_drain(
 def test_the_pods_service_account_has_exactly_the_needed_lease_rights(tmp_path: Path) -> None:
     with an_api_server(tmp_path) as server:
         lead = LeaseLead(FileLead(tmp_path / "lead"), server.api("balanceroute"), lambda: "a", 2)
-        assert lead.take()
+        block_until(lead.take)
         block_until(lambda: ("PUT", 200) in server.calls)
         lead.release()
         verbs = {{"GET": "get", "POST": "create", "PUT": "update"}[method] for method, _ in server.calls}

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,21 @@ print(held.take(), held.epoch, flush=True)
 asyncio.run(lead())
 print("lost", flush=True)
 """
+
+
+@pytest.fixture(autouse=True)
+def _no_leader_outlasts_its_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its thread would touch its file for ten more seconds, and log in another test that it cannot."""
+    leaders, lead = list[FileLead](), FileLead._lead
+
+    def noted(leader: FileLead, file: int) -> None:
+        leaders.append(leader)
+        lead(leader, file)
+
+    monkeypatch.setattr(FileLead, "_lead", noted)
+    yield
+    for leader in leaders:
+        leader.release()
 
 
 def test_one_brain_leads_and_the_next_increments_the_epoch(tmp_path: Path) -> None:
@@ -109,10 +124,17 @@ def test_a_busy_event_loop_is_told_from_a_hung_one_by_the_last_renewal_however_l
     leader.release()
 
 
+class Stopped(FileLead):
+    """A leader whose process does not run: neither does the thread that touches its file."""
+
+    def _touch_while_late(self, file: int) -> None:
+        pass
+
+
 def test_a_renewing_or_unobserved_leader_is_not_deposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(leadership.time, "monotonic", lambda: now_s)
-    leader, standby = FileLead(tmp_path / "lead"), FileLead(tmp_path / "lead")
+    leader, standby = Stopped(tmp_path / "lead"), FileLead(tmp_path / "lead")
     assert leader.take()
     for number in range(50):
         now_s += leadership.RENEW_S
@@ -157,7 +179,7 @@ def test_a_full_disk_does_not_prevent_deposing_a_stopped_leader(
     monkeypatch.setattr(leadership.time, "monotonic", lambda: now_s)
     path = tmp_path / "lead"
     path.write_text("99\n")
-    leader, standby = FileLead(path), FileLead(path)
+    leader, standby = Stopped(path), FileLead(path)
     assert leader.take() and not standby.take()
     write = os.pwrite
 
@@ -240,7 +262,7 @@ def test_a_stopped_leader_is_deposed_although_its_epoch_file_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "lead"
-    stands, standby = FileLead(path), FileLead(path)
+    stands, standby = Stopped(path), FileLead(path)
     assert stands.take()
     monkeypatch.setattr(standby, "_stands_still", lambda: True)
     path.write_bytes(b"\xff spoilt")
