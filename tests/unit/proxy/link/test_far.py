@@ -5,7 +5,7 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -17,6 +17,7 @@ from balanceroute.config import Config
 from balanceroute.core.types import Outcome
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.link import far as far_module
+from balanceroute.proxy.link import reach
 from balanceroute.proxy.link.far import FarListener, FarMembers
 from balanceroute.proxy.link.frames import Frames
 from balanceroute.proxy.link.hub import TAKEN, Patience
@@ -26,6 +27,7 @@ from balanceroute.proxy.perimeter.tls import Tls
 from tests.ports import free_base_port
 from tests.unit.proxy.link.brains import Brain, Stage, with_stage
 from tests.unit.proxy.virtual_time import a_config, let_pass, with_virtual_time
+from tests.waiting import PATIENCE_S as LONG_S
 from tests.waiting import until
 
 
@@ -93,21 +95,28 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Whose handshakes may take as long as a busy machine needs."""
+    monkeypatch.setattr(reach, "TRY_S", LONG_S)
+    monkeypatch.setattr(far_module, "HANDSHAKE_S", LONG_S)
     return Machine(tmp_path)
 
 
-def a_refusing_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
+@pytest.fixture
+def refusing_port() -> Iterator[int]:
+    """One that is taken, and at which nobody listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield sock.getsockname()[1]
 
 
 @with_stage
-async def test_a_relay_of_another_machine_sends_its_token_counts(stage: Stage, machine: Machine) -> None:
+async def test_a_relay_of_another_machine_sends_its_token_counts(
+    stage: Stage, machine: Machine, refusing_port: int
+) -> None:
     brain = await stage.brain(far=machine.members)
     async with machine.let_in(brain) as port:
-        relay = stage.relay("r0@b", machine.reach(a_refusing_port(), port))
+        relay = stage.relay("r0@b", machine.reach(refusing_port, port))
         ticket = await relay.decoding("a")
         ticket.progress(3)
         await until(lambda: brain.load == 13)
@@ -149,14 +158,14 @@ async def test_the_next_brain_waits_for_the_far_relays_of_the_former(
 @pytest.mark.parametrize("known", [True, False])
 @with_stage
 async def test_a_brain_waits_longer_if_it_does_not_know_the_far_relays_which_may_try_other_addresses_first(
-    stage: Stage, machine: Machine, known: bool
+    stage: Stage, machine: Machine, refusing_port: int, known: bool
 ) -> None:
     if known:
         machine.members.keep([])
     patience = Patience(grace_s=0.0, unknown_s=3600.0)
     brain = await stage.brain(far=machine.members, patience=patience)
     async with machine.let_in(brain) as port:
-        relay = stage.relay("r0@b", machine.reach(a_refusing_port(), port))
+        relay = stage.relay("r0@b", machine.reach(refusing_port, port))
         await until(lambda: relay.membership.member is not None)
         assert not known or brain.hub.settled.is_set()
         assert known or not brain.hub.settled.is_set()

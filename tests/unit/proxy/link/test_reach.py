@@ -18,6 +18,7 @@ from balanceroute.proxy.link.reach import (
 )
 from balanceroute.proxy.perimeter.tls import Tls
 from tests.unit.proxy.link.test_far import Machine
+from tests.waiting import PATIENCE_S as LONG_S
 
 pytestmark = pytest.mark.anyio
 
@@ -47,7 +48,10 @@ async def test_a_replaced_brain_socket_is_detected(tmp_path: Path) -> None:
         await server.wait_closed()
 
 
-async def test_a_brain_that_is_not_trusted_or_not_there_is_named_with_the_reason(tmp_path: Path) -> None:
+async def test_a_brain_that_is_not_trusted_or_not_there_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach_module, "TRY_S", LONG_S)
     machine, loop = Machine(tmp_path), asyncio.get_running_loop()
     brains = Tls(machine.config)
     server = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=brains.link.brain)
@@ -67,15 +71,16 @@ async def test_a_brain_that_is_not_trusted_or_not_there_is_named_with_the_reason
 async def test_a_brain_that_does_not_answer_is_left_for_the_next_of_the_list(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reach_module, "TRY_S", 0.2)
     machine = Machine(tmp_path)
     tls, loop = Tls(machine.config), asyncio.get_running_loop()
     silent = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0)  # as one whose process stands still
     leads = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=tls.link.brain)
     addresses = [server.sockets[0].getsockname()[:2] for server in (silent, leads)]
     reach = FarReach(addresses, lambda: tls.link.relay)
+    monkeypatch.setattr(reach_module, "TRY_S", 0.2)
     with pytest.raises(TimeoutError):
         await reach.connect(Quiet)
+    monkeypatch.setattr(reach_module, "TRY_S", LONG_S)
     for _ in range(2):  # who was found stays the one to ask
         made, moved = await reach.connect(Quiet)
         assert reach.address == addresses[1] and not moved()
