@@ -13,7 +13,7 @@ import uvloop
 from balanceroute.proxy.client import acceptor as module
 from balanceroute.proxy.client.acceptor import LEAVE_S, Acceptor
 from balanceroute.proxy.client.relay_loads import CONNECTIONS, FEW, Load, RelayLoads
-from tests.waiting import until
+from tests.waiting import pace, until
 
 
 class Counting(asyncio.Protocol):
@@ -96,6 +96,7 @@ async def test_connections_that_arrive_one_by_one_are_shared_by_all_acceptors(
         for nth in range(number):
             found += clients(listener, 1)
             await until(lambda nth=nth: sum(map(len, both)) == before + nth + 1)  # type: ignore[misc]
+            await pace(LEAVE_S)  # who has left this one to the other looks again before the next one comes
         return found
 
     loop = asyncio.get_running_loop()
