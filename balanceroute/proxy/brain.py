@@ -148,7 +148,8 @@ def stand_by(lead: Lead, follow: Callable[[], None], on_wait: Callable[[], None]
             if not waited:
                 on_wait()
             waited = True
-            if signal.sigtimedwait({signal.SIGHUP}, until_tick_s(now_s(), STANDBY_LOOK_S)) is not None:
+            time.sleep(until_tick_s(now_s(), STANDBY_LOOK_S))
+            if signal.sigtimedwait({signal.SIGHUP}, 0) is not None:  # see `next_signal` in `parent/supervisor.py`
                 _reload(follow)
     return waited
 

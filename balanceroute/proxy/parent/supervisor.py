@@ -62,11 +62,12 @@ MAX_PAUSE_S: Final = 5.0
 END_S: Final = 5.0  # from the signal to end now until a child is killed
 MEND_S: Final = 5.0  # between two checks whether somebody has removed a file of the router
 KILL_S: Final = 30.0  # after the time to drain: for pinned KV, until a child is killed
+SOON_S: Final = 1e-6  # a timer of 0 s never ends
 WRONG_CONFIG: Final = 2
 TRIAL: Final = "trial"
 NOT_TAKING_OVER: Final = "not taking over: the router that runs goes on"
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
-_AWAITED: Final = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGIO}
+_AWAITED: Final = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGIO, signal.SIGALRM}
 _OF_CHILDREN: Final = {signal.SIGUSR1, signal.SIGUSR2}  # ignored by the parent: they would end all streams
 _SHORTAGES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC)
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
@@ -177,10 +178,9 @@ class Supervisor:
         signal_input(self._from_children)
         try:
             while self._step():
-                received = signal.sigtimedwait(_AWAITED, self._patience_s())
-                if received is not None:
-                    self._handle_signal(received.si_signo)
+                self._handle_signal(next_signal(self._patience_s()))
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
             self._give_up_reload()
             self._kill()
             os.close(self._from_children)
@@ -423,6 +423,17 @@ class Supervisor:
         else:
             logging.shutdown()  # flushes the log, so that this line is the last
             sys.stderr.write(f"balanceroute: {error}\n")  # `print` would write its end apart
+
+
+def next_signal(within_s: float) -> int:
+    """Wait for the next signal; SIGALRM: none has come in time.
+
+    Not by `sigtimedwait`: in a process that is stopped and goes on after that time, as in a suspended machine, Python
+    returns whatever was in its memory, which may be the number of a signal. The timer goes on, in case another thread
+    takes its signal.
+    """
+    signal.setitimer(signal.ITIMER_REAL, max(within_s, SOON_S), MEND_S)
+    return signal.sigwaitinfo(_AWAITED).si_signo
 
 
 def _pass_on(number: int, _: object) -> None:

@@ -20,7 +20,7 @@ from balanceroute.proxy.parent.configured import Configured
 from balanceroute.proxy.run_folder.folder import RunFolder
 from balanceroute.proxy.run_folder.relay_locks import RelayLocks
 from tests.unit.proxy.virtual_time import a_config
-from tests.waiting import PATIENCE_S
+from tests.waiting import MOST_PACE_S, PATIENCE_S, block_pace
 
 STANDBY = """
 import os, signal, sys
@@ -52,6 +52,21 @@ def test_a_reload_while_a_standby_takes_the_lead_is_applied_later(tmp_path: Path
         lead.release()
         assert standby.stdout.readline() == "leads, and will hear\n"
     assert standby.returncode == 0
+
+
+def test_a_standby_that_was_stopped_takes_nothing_for_a_reload(tmp_path: Path) -> None:
+    lead = FileLead(tmp_path / "lead")
+    assert lead.take()
+    command = [sys.executable, "-c", STANDBY, str(tmp_path / "lead")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as standby:
+        assert standby.stdout is not None
+        assert standby.stdout.readline() == "waits\n"
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            standby.send_signal(number)
+            for _ in range(2):  # longer than it waits
+                block_pace(MOST_PACE_S)
+        lead.release()
+        assert standby.stdout.readline() == "leads, and will hear\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])

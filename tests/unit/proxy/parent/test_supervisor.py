@@ -18,10 +18,19 @@ import pytest
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.parent.handover import HandoverState, Predecessor
 from tests.processes import complete_lines
-from tests.waiting import PATIENCE_S, block_until
+from tests.waiting import MOST_PACE_S, PATIENCE_S, block_pace, block_until
 
 LAUNCHER = "import os, signal, sys; "
 START = "; os.execv(sys.argv[1], sys.argv[1:])"
+WAITS = """
+import signal
+from balanceroute.proxy.parent.supervisor import _AWAITED, _pass_on, next_signal
+signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)  # not in threads that numpy may have started
+for number in _AWAITED:
+    signal.signal(number, _pass_on)
+print("waits", flush=True)
+print(next_signal(0.5))
+"""
 
 
 class Running:
@@ -715,6 +724,17 @@ def test_files_that_other_routers_need_are_recreated_without_a_signal(running: R
     for _ in range(3):
         (running.folder / "found").unlink()
         block_until((running.folder / "found").exists)
+
+
+def test_a_parent_that_was_stopped_takes_nothing_for_a_signal() -> None:
+    """Python's `sigtimedwait` returned one that nobody had sent."""
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == "waits\n"
+        parent.send_signal(signal.SIGSTOP)
+        for _ in range(3):  # longer than it waits
+            block_pace(MOST_PACE_S)
+        parent.send_signal(signal.SIGCONT)
+        assert parent.stdout.readline() == f"{signal.SIGALRM:d}\n"
 
 
 def test_every_child_has_its_own_name_and_process_group(running: Running) -> None:
