@@ -211,9 +211,10 @@ def worker_processes(count: int) -> Iterator[ProcessPoolExecutor]:
         try:
             yield pool
         except BaseException as error:
-            for process in active_children():
-                if process not in others:
-                    process.terminate()
+            with signals_held_back():  # a second Ctrl-C must leave none running: the end of the block waits for all
+                for process in active_children():
+                    if process not in others:
+                        process.terminate()
             if isinstance(error, BrokenProcessPool):
                 raise BalanceRouteError("a process of the simulation was killed (out of memory?)") from error
             raise

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import _base
 from dataclasses import dataclass
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from balanceroute.errors import BalanceRouteError
+from balanceroute.experiments import jobs
 from balanceroute.experiments.jobs import Task, run_jobs, signals_held_back
 from tests.waiting import PATIENCE_S, block_until
 
@@ -141,6 +144,26 @@ def test_an_interrupt_leaves_no_future_locked_that_the_end_of_its_process_waits_
             run_jobs([Interrupts(1.0), Interrupts(2.0)], 2)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_interrupt_while_processes_are_ended_leaves_none_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run waited for ever for those that were left."""
+    calls: list[bool] = []
+
+    def children() -> list[BaseProcess]:
+        calls.append(True)
+        if len(calls) == 2:  # the first call is made before any is started
+            signal.raise_signal(signal.SIGINT)
+        return active_children()
+
+    monkeypatch.setattr(jobs, "active_children", children)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in a shell's background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_jobs([Interrupts(1.0)], 2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(calls) == 2 and not active_children()
 
 
 def test_an_interrupt_that_another_thread_takes_is_raised_when_all_processes_have_been_started() -> None:
