@@ -8,10 +8,15 @@ import urllib.request
 
 TRANSIENT = (408, 429, 500, 502, 503, 504)  # what curl's --retry tries again, says its manual
 CANNOT_CONNECT = 7
+REFUSED = 22
+
+
+class Refused(Exception):
+    """The answer to the last try is an error, which --fail does not print."""
 
 
 def fetched(options: argparse.Namespace, last: bool) -> bytes | None:
-    """The body of one try; None: try again. Raises: OSError: no connection."""
+    """The body of one try; None: try again. Raises: OSError: no connection; Refused."""
     headers = dict(header.split(": ", 1) for header in options.header)
     data = None if options.data is None else options.data.encode()
     request = urllib.request.Request(options.url, data, headers)
@@ -20,7 +25,11 @@ def fetched(options: argparse.Namespace, last: bool) -> bytes | None:
             body: bytes = reply.read()
             return body
     except urllib.error.HTTPError as error:
-        return None if error.code in TRANSIENT and not last else error.read()
+        if error.code in TRANSIENT and not last:
+            return None
+        if options.fail:
+            raise Refused from None
+        return error.read()
     except urllib.error.URLError as error:
         if options.retry_connrefused and isinstance(error.reason, ConnectionRefusedError) and not last:
             return None
@@ -31,6 +40,7 @@ def main() -> int:
     """Print the answer, as curl does."""
     parser = argparse.ArgumentParser(allow_abbrev=False)  # an option that is not here is an error
     parser.add_argument("-s", "--silent", action="store_true")
+    parser.add_argument("-f", "--fail", action="store_true")
     parser.add_argument("-H", "--header", action="append", default=[])
     parser.add_argument("-d", "--data")
     parser.add_argument("--retry", type=int, default=0)
@@ -46,6 +56,8 @@ def main() -> int:
         except OSError as error:
             print(error, file=sys.stderr)
             return CANNOT_CONNECT
+        except Refused:
+            return REFUSED
         if body is not None:
             sys.stdout.buffer.write(body)
             return 0

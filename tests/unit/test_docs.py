@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -204,11 +205,15 @@ def test_the_curl_stand_in_retries_and_prints_any_answer() -> None:
             assert curl(*retrying, f"http://{host}/a", *json_body, "{}") == (0, "application/json {}")
             assert Reluctant.asked == 2
             assert curl(host, *json_body, "wrong") == (0, "application/json wrong")
+            assert curl("-f", host, *json_body, "wrong") == (22, "")
         finally:
             server.shutdown()
             thread.join()
-    assert curl("--retry", "1", "--retry-delay", "0", "--retry-connrefused", f"http://{host}/") == (7, "")
-    assert curl("--compressed", host)[0] == 2  # an option that it does not have
+    with socket.socket() as nobody:  # its port is taken, and nobody listens there
+        nobody.bind(("127.0.0.1", 0))
+        host = f"127.0.0.1:{nobody.getsockname()[1]}"
+        assert curl("--retry", "1", "--retry-delay", "0", "--retry-connrefused", f"http://{host}/") == (7, "")
+        assert curl("--compressed", host)[0] == 2  # an option that it does not have
 
 
 class Loads(HTMLParser):
