@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import os
+import random
 import re
 import signal
 import socket
@@ -11,7 +12,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import httpx
@@ -20,6 +22,7 @@ from balanceroute.errors import BalanceRouteError
 
 READY_TIMEOUT_S = 60.0  # of a machine that has other things to do
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+BELOW_CONNECTIONS = range(21_000, 32_500)  # from 32,768 on are the ports that Linux gives to connections
 BUSY = 0.5  # processes per core before the demo begins, from which on its figures are the machine's, not the routers'
 
 Progress = Callable[[int, int], None]
@@ -167,21 +170,17 @@ def total(text: str, name: str) -> float:
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that are free now."""
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+    """Loopback ports that are free now, and that Linux gives to no connection before their servers bind them."""
+    ports = random.SystemRandom().sample(BELOW_CONNECTIONS, len(BELOW_CONNECTIONS))
+    return list(islice(filter(is_free, ports), count))
 
 
 def free_port_range(prefillers: int, workers: int) -> int:
     """A base port such that all ports of the cluster (prefillers from it, decode ranks from 100 above) are free.
 
-    Each process looks from another place on, since a second demo that starts now sees the same ones free. From 32,768
-    on are those that Linux gives to connections.
+    Each process looks from another place on, since a second demo that starts now sees the same ones free.
     """
-    bases, later = list(range(21_000, 32_500, 500)), list(range(32_500, 60_000, 500))
+    bases, later = list(BELOW_CONNECTIONS[::500]), list(range(32_500, 60_000, 500))
     first = os.getpid() % len(bases)
     for base in bases[first:] + bases[:first] + later:
         ports = [base + index for index in range(prefillers)]

@@ -15,6 +15,7 @@ import typer
 
 from balanceroute.cli import prefix_demo
 from balanceroute.cli.demo import say_if_interrupted, show, until_interrupted
+from balanceroute.cli.emulate import DECODE_PORT_OFFSET
 from balanceroute.demo import processes
 from balanceroute.demo.decode_tier import DemoScale, PolicyRun, play
 from balanceroute.demo.prefill_tier import PrefixRun, figures
@@ -24,6 +25,7 @@ from balanceroute.loadgen import LoadReport
 from balanceroute.loadgen.run import Progress
 from balanceroute.report import Distribution
 from tests.commands import run_command
+from tests.ports import free_base_port
 from tests.waiting import block_until
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's word for a parent's death")
@@ -111,7 +113,9 @@ def test_tables_of_fewer_policies_than_asked_for_can_be_printed(count: int, caps
 
 @LINUX
 def test_a_child_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PARENT, str(tmp_path / "log"), "emulate", "--base-port", "23790", "--decode", "1"]
+    base = free_base_port((0, 1, DECODE_PORT_OFFSET))
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "log")]
+    command += ["emulate", "--base-port", str(base), "--decode", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
@@ -158,6 +162,7 @@ def test_a_port_of_an_existing_connection_is_not_free() -> None:
         assert not is_free(client.getsockname()[1]) and not is_free(server.getsockname()[1])
     ports = free_ports(3)
     assert len({*ports}) == 3 and all(map(is_free, ports))
+    assert max(ports) < 32_768, "a connection of anybody may take one before its server does"
 
 
 def test_the_demo_reports_that_it_cannot_write_a_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
