@@ -59,9 +59,10 @@ async def test_a_late_read_result_after_cancellation_is_dropped(tmp_path: Path) 
     """What a thread cannot hand over would be an exception in it, which `filterwarnings` makes an error."""
     pipe = tmp_path / "chain.pem"
     os.mkfifo(pipe)
+    others = threading.enumerate()  # those of former tests may be about to end
     reading = asyncio.ensure_future(off_the_loop(pipe.read_text))
     await asyncio.sleep(0)
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "read"]
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "read" and thread not in others]
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
     await asyncio.to_thread(pipe.write_text, "text")
