@@ -19,7 +19,8 @@ PROMPT = list(range(300, 340))
 
 @pytest.mark.parametrize("connector", [Connector.MOONCAKE_V1, Connector.NIXL])
 async def test_kv_claimed_by_an_engine_that_died_is_available_to_another(connector: Connector) -> None:
-    shape = ClusterShape(decoders=2, connector=connector, max_num_seqs=1, time_scale=FAST)
+    lease_s = PATIENCE_S / FAST
+    shape = ClusterShape(decoders=2, connector=connector, max_num_seqs=1, lease_s=lease_s, time_scale=FAST)
     async with EmulatedCluster(shape, part=Part(range(1), range(0))) as prefill:
         part = Part(range(0), range(2), tuple(prefill.prefill_urls))
         async with (
