@@ -19,7 +19,7 @@ def test_the_benchmark_prints_every_stage_of_a_point() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=100,
+        timeout=500,
     )
     rows = [line.split() for line in run.stdout.splitlines()]
     found = {(row[0], row[4], row[6], row[7]): int(row[8]) for row in rows if len(row) == 13 and row[1] == "8"}

@@ -20,7 +20,7 @@ from balanceroute.config import validate
 from balanceroute.emulator import ClusterShape, Connector, EmulatedCluster
 from balanceroute.emulator.server import HttpServer
 from tests.unit.proxy.servers import answering, plain, worker
-from tests.waiting import pace
+from tests.waiting import PATIENCE_S, pace
 
 pytestmark = pytest.mark.anyio
 METRICS = (
@@ -78,6 +78,7 @@ def asked(prefill: list[str], decode: list[str], **more: Any) -> "asyncio.Future
     tree: dict[str, Any] = {
         "prefill": {"workers": [{"url": url} for url in prefill]},
         "decode": {"workers": [{"url": url} for url in decode], "max_num_seqs": 64},
+        "health": {"timeout_s": PATIENCE_S},
         **more,
     }
     return asyncio.ensure_future(probe(validate(tree)))

@@ -146,7 +146,10 @@ async def test_without_a_brain_the_answer_is_503_with_retry_after() -> None:
         assert "no brain can be reached" in answer.json()["error"]["message"]
 
 
-async def test_a_change_that_a_brain_makes_while_its_relay_joins_it_is_answered() -> None:
+async def test_a_change_that_a_brain_makes_while_its_relay_joins_it_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(to_brain, "TURN_S", 3600.0)
     async with before_a_brain(TURN, HEAD) as (client, _):
         answer = await client.post("/state", content=b"{}")
         assert answer.status_code == 200 and answer.text == "ok"
