@@ -5,6 +5,7 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -55,9 +56,9 @@ async def test_waiting_connections_are_shared_by_all_acceptors(listener: socket.
     waiting, taken = clients(listener, 100), list[str]()
     loop = asyncio.get_running_loop()
     both = [Acceptor(loop, listener.dup(), lambda name=name: Counting(taken, name)) for name in "ab"]  # type: ignore[misc]
-    await until(lambda: len(taken) == 100)
+    with closing(both[0]), closing(both[1]):
+        await until(lambda: len(taken) == 100)
     for one in both:
-        one.close()
         one.close()
         await one.wait_closed()
     assert {received_by(client) for client in waiting} == {b"here"}
@@ -90,30 +91,30 @@ async def test_connections_that_arrive_one_by_one_are_shared_by_all_acceptors(
         loads[place].put(CONNECTIONS, len(both[place]))
         return loads[place].ahead(10_000, 10_000)
 
-    async def come(number: int) -> list[socket.socket]:
-        before = sum(map(len, both))
-        found = []
-        for nth in range(number):
-            found += clients(listener, 1)
-            await until(lambda nth=nth: sum(map(len, both)) == before + nth + 1)  # type: ignore[misc]
+    held: list[socket.socket] = []
+
+    async def come(number: int) -> None:
+        for _ in range(number):
+            held.extend(clients(listener, 1))
+            await until(lambda: sum(map(len, both)) == len(held))
             await pace(LEAVE_S)  # who has left this one to the other looks again before the next one comes
-        return found
 
     loop = asyncio.get_running_loop()
     one, other = (
         Acceptor(loop, listener.dup(), lambda place=place: Staying(both[place]), lambda place=place: ahead(place))  # type: ignore[misc]
         for place in (0, 1)
     )
-    held = await come(200)
-    assert abs(len(both[0]) - len(both[1])) <= FEW + 1
-    other.close()
-    before = len(both[0])
-    held += await come(20)  # as beside a relay that stands still
-    assert len(both[0]) == before + 20
-    one.close()
-    for client in held:
-        client.close()
-    await until(lambda: not any(both))
+    try:
+        await come(200)
+        assert abs(len(both[0]) - len(both[1])) <= FEW + 1
+        other.close()
+        before = len(both[0])
+        await come(20)  # as beside a relay that stands still
+        assert len(both[0]) == before + 20
+    finally:
+        for each in (one, other, *held):
+            each.close()
+        await until(lambda: not any(both))
 
 
 def test_a_relay_with_more_connections_does_not_wait_for_a_stuck_one_at_each_connection(
@@ -132,8 +133,8 @@ def test_a_relay_with_more_connections_does_not_wait_for_a_stuck_one_at_each_con
     async def test() -> None:
         waiting = clients(listener, 100)
         one = Acceptor(asyncio.get_running_loop(), listener.dup(), lambda: Counting(taken, "ahead"), lambda: True)
-        await until(lambda: len(taken) == 100)
-        one.close()
+        with closing(one):
+            await until(lambda: len(taken) == 100)
         await one.wait_closed()
         assert {received_by(client) for client in waiting} == {b"here"}
 
@@ -149,9 +150,9 @@ async def test_connections_not_accepted_before_a_close_are_left_to_other_accepto
     Acceptor(loop, listener.dup(), lambda: Counting(taken, "first")).close()
     waiting = clients(listener, 3)
     second = Acceptor(loop, listener.dup(), lambda: Counting(taken, "second"))
-    await until(lambda: len(taken) == 3)
-    assert {received_by(client) for client in waiting} == {b"here"}
-    second.close()
+    with closing(second):
+        await until(lambda: len(taken) == 3)
+        assert {received_by(client) for client in waiting} == {b"here"}
     await second.wait_closed()
     assert taken == ["second"] * 3
 
@@ -198,8 +199,8 @@ async def test_an_acceptor_without_descriptors_waits_and_logs_it(
     waiting = clients(listener, 2)
     sock = Full(listener.dup(), 2)
     one = Acceptor(asyncio.get_running_loop(), sock, lambda: Counting(taken, "a"))  # type: ignore[arg-type]
-    await until(lambda: len(taken) == 2)
-    assert {received_by(client) for client in waiting} == {b"here"}
-    one.close()
+    with closing(one):
+        await until(lambda: len(taken) == 2)
+        assert {received_by(client) for client in waiting} == {b"here"}
     await one.wait_closed()
     assert caplog.text.count("connections cannot be accepted") == 2
