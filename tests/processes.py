@@ -126,8 +126,8 @@ def emulated(folder: Path, prefillers: int, ranks: int, *flags: str) -> Iterator
     shape = ["--prefill", str(prefillers), "--decode", str(ranks), *flags]
     arguments = ["emulate", *shape, "--base-port", str(base), "--write-config", str(config)]
     with forked_process(*arguments, log=log) as running:
+        block_until(lambda: config.exists() or running.poll() is not None)  # it is written when all workers listen
+        assert running.poll() is None, log.read_text()
         urls = tuple(f"http://127.0.0.1:{base + number}" for number in range(prefillers))
-        for url in urls:
-            wait_for(f"{url}/health", log, running)
         first = base + DECODE_PORT_OFFSET
         yield Cluster(config, urls, tuple(f"http://127.0.0.1:{first + number}" for number in range(ranks)))

@@ -4,9 +4,10 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -95,13 +96,28 @@ class Process:
     async def answers(self, url: str) -> None:
         """Wait until `url` answers 200. Raises: RuntimeError with the end of the log when it does not in time."""
         async with httpx.AsyncClient(trust_env=False, timeout=2.0) as client:
-            deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
-            while asyncio.get_running_loop().time() < deadline and self.alive:
+
+            async def is_answered() -> bool:
                 with suppress(httpx.TransportError):  # not listening yet
-                    if (await client.get(url)).status_code == 200:
-                        return
-                await asyncio.sleep(0.1)
-        raise RuntimeError(f"no answer from {url}:\n{self.log.read_text()[-2000:]}")
+                    return (await client.get(url)).status_code == 200
+                return False
+
+            await self._wait(is_answered, f"no answer from {url}")
+
+    async def writes(self, file: Path) -> None:
+        """Wait until the file is there: the first workers of a cluster answer before its configuration is written.
+
+        Raises: RuntimeError, as `answers`.
+        """
+        await self._wait(partial(asyncio.to_thread, file.exists), f"no {file}")
+
+    async def _wait(self, ready: Callable[[], Awaitable[bool]], failure: str) -> None:
+        deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
+        while asyncio.get_running_loop().time() < deadline and self.alive:
+            if await ready():
+                return
+            await asyncio.sleep(0.1)
+        raise RuntimeError(f"{failure}:\n{self.log.read_text()[-2000:]}")
 
     @property
     def pid(self) -> int:
@@ -180,6 +196,7 @@ class Stack:
             self.emulator = await self._start(
                 ["emulate", *self.shape.flags(self.base_port, written)], "emulator.log", self.control_urls[-1]
             )
+            await self.emulator.writes(written)
             tree = yaml.safe_load(written.read_text())
             config.write_text(yaml.safe_dump(merged(tree, settings(self.shape, self.port), self._overrides)))
             self.router = await self._start(["serve", "--config", str(config)], "router.log", self.url)

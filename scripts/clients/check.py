@@ -104,7 +104,8 @@ async def deployed(folder: Path, base: int, port: int) -> AsyncIterator[Deployme
     cluster = ["--prefill", "2", "--decode", "2", "--base-port", str(base), "--listen-port", str(port)]
     emulate = ["emulate", *cluster, "--write-config", str(config)]
     serve = ["serve", "--config", str(config), "--set", f"auth.client_keys={keys}"]
-    async with Process.running(emulate, folder / "emulator.log", f"http://{HOST}:{base}/health"):
+    async with Process.running(emulate, folder / "emulator.log", f"http://{HOST}:{base}/health") as emulator:
+        await emulator.writes(config)
         async with Process.running(serve, folder / "router.log", f"http://{HOST}:{port}/ready"):
             yield Deployment(f"http://{HOST}:{port}", key, folder)
 
