@@ -22,7 +22,7 @@ from balanceroute.errors import BalanceRouteError
 
 READY_TIMEOUT_S = 60.0  # of a machine that has other things to do
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-BELOW_CONNECTIONS = range(21_000, 32_500)  # from 32,768 on are the ports that Linux gives to connections
+CLUSTER_PORTS = range(21_000, 32_500, 500)  # the first one of each cluster
 BUSY = 0.5  # processes per core before the demo begins, from which on its figures are the machine's, not the routers'
 
 Progress = Callable[[int, int], None]
@@ -170,17 +170,24 @@ def total(text: str, name: str) -> float:
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that are free now, and that Linux gives to no connection before their servers bind them."""
-    ports = random.SystemRandom().sample(BELOW_CONNECTIONS, len(BELOW_CONNECTIONS))
-    return list(islice(filter(is_free, ports), count))
+    """Loopback ports that are free now: beside those of clusters, and below those that Linux gives to connections, of
+    which any may be taken before a server listens.
+    """
+    beside = [base + offset for base in CLUSTER_PORTS for offset in range(400, CLUSTER_PORTS.step)]
+    random.SystemRandom().shuffle(beside)
+    free = list(islice(filter(is_free, beside), count))
+    if len(free) < count:
+        raise DemoFailed(f"no {count} free loopback ports between {CLUSTER_PORTS.start} and {CLUSTER_PORTS.stop}")
+    return free
 
 
 def free_port_range(prefillers: int, workers: int) -> int:
     """A base port such that all ports of the cluster (prefillers from it, decode ranks from 100 above) are free.
 
-    Each process looks from another place on, since a second demo that starts now sees the same ones free.
+    Each process looks from another place on, since a second demo that starts now sees the same ones free. From 32,768
+    on are those that Linux gives to connections.
     """
-    bases, later = list(BELOW_CONNECTIONS[::500]), list(range(32_500, 60_000, 500))
+    bases, later = list(CLUSTER_PORTS), list(range(CLUSTER_PORTS.stop, 60_000, CLUSTER_PORTS.step))
     first = os.getpid() % len(bases)
     for base in bases[first:] + bases[:first] + later:
         ports = [base + index for index in range(prefillers)]

@@ -25,7 +25,7 @@ from typing import Final
 
 import httpx
 
-from balanceroute.demo.processes import emulated, free_port_range
+from balanceroute.demo.processes import emulated, free_ports
 from scripts.arguments import count, positive
 from scripts.chaos_run.aftermath import outcomes
 from scripts.e2e.harness import PATIENCE_S, Process, Site, Wrong, answer_of, held, judged_stream, verdict, wait_for
@@ -42,7 +42,7 @@ class Routers(Site):
         super().__init__(folder, stack)
         step = ["--step-overhead", str(STEP_S)]
         self._config, self.prefillers = stack.enter_context(emulated(PREFILLERS, RANKS, SLOTS, step, folder))
-        self._port = free_port_range(1, 0)  # below those that the kernel gives to connections until it is bound
+        (self._port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{self._port}"
         self._routers = 0
         self.router = self._follow()
