@@ -13,6 +13,7 @@ from balanceroute.engine import OutputLengths, StepTimeModel, continuation
 from balanceroute.engine.tokens import decode
 from balanceroute.errors import ConfigError
 from tests.unit.emulator.conversation import PROBE, a_cluster, decode_ids, events, probe
+from tests.unit.proxy.virtual_time import with_virtual_time
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
@@ -47,6 +48,7 @@ async def test_a_probe_pins_kv_that_the_decode_pulls_and_the_tokens_are_the_prom
         assert cluster.idle() and cluster.violations() == {}
 
 
+@with_virtual_time
 async def test_many_streams_at_once_each_get_their_own_tokens_and_slots_are_respected() -> None:
     async with a_cluster(decoders=1, max_num_seqs=4) as (cluster, client):
         prompts = [[300 + i, 301 + i] for i in range(12)]
@@ -103,6 +105,7 @@ async def test_unpulled_kv_expires_and_its_late_decode_gets_wrong_tokens() -> No
         assert cluster.violations() == {"params_expired": 1}
 
 
+@with_virtual_time
 async def test_a_prefiller_that_dies_before_the_pull_fails_the_decode_without_a_violation() -> None:
     async with a_cluster(decoders=1, transfer_s=5.0) as (cluster, client):
         params = await probe(cluster, client, PROMPT)
@@ -115,6 +118,7 @@ async def test_a_prefiller_that_dies_before_the_pull_fails_the_decode_without_a_
         assert cluster.violations() == {} and cluster.idle()
 
 
+@with_virtual_time
 async def test_nixl_heartbeats_keep_the_lease_of_a_queued_decode() -> None:
     async with a_cluster(connector="nixl", lease_s=20.0, max_num_seqs=1, decoders=1) as (cluster, client):
         busy = asyncio.ensure_future(decode_ids(cluster, client, [300], max_tokens=2000))
