@@ -199,9 +199,10 @@ async def test_a_relay_that_was_stopped_finds_the_callbacks_that_have_come_meanw
         with socket.socket(socket.AF_UNIX) as stopped:
             stopped.bind(str(path))
             stopped.listen()
+            stopped.settimeout(PATIENCE_S)
             monkeypatch.setattr(callbacks_module, "is_still", lambda *_: True)
             with monkeypatch.context() as hurry:
-                hurry.setattr(callbacks_module, "PATIENCE_S", 0.1)
+                hurry.setattr(callbacks_module, "PATIENCE_S", 1.0)  # ample for a question to be sent
                 late = await router.relays[1].client.post(asked.url.path, content=asked.content)
             assert late.status_code == 200
             for _ in range(2):  # now it runs again
