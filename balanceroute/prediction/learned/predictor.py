@@ -66,6 +66,7 @@ class LearnedFitter:
     """Grows the trees; picklable, so that it can run in another process."""
 
     horizon_steps: int
+    n_trees: int = N_TREES  # of each stage
 
     def __call__(self, observations: Observations) -> LearnedFit:
         """Fit both stages. Raises: ConfigError without scikit-learn."""
@@ -73,10 +74,10 @@ class LearnedFitter:
         if len(observations) < FIRST_ROWS_IN_PROCESS:
             return LearnedFit.without_trees(curve)
         samples = training_set(observations, self.horizon_steps, MAX_SAMPLES)
-        return _grow(samples, curve)
+        return _grow(samples, curve, self.n_trees)
 
 
-def _grow(samples: TrainingSet, curve: SurvivalCurve) -> LearnedFit:
+def _grow(samples: TrainingSet, curve: SurvivalCurve, n_trees: int) -> LearnedFit:
     *classes, limits = _scikit_learn()
     features = samples.features.astype(np.float32)
     n_train = int(len(samples.finishes) * (1.0 - HELD_OUT))
@@ -84,7 +85,7 @@ def _grow(samples: TrainingSet, curve: SurvivalCurve) -> LearnedFit:
     labels = samples.finishes
     if len(np.unique(labels[train])) < 2 or not len(labels[held_out]):
         return LearnedFit.without_trees(curve)
-    options = {"max_iter": N_TREES, "max_depth": DEPTH, "early_stopping": False, "random_state": 0}
+    options = {"max_iter": n_trees, "max_depth": DEPTH, "early_stopping": False, "random_state": 0}
     positive = np.flatnonzero(labels[train])
     with limits(1):  # two threads on two busy cores spin against each other: 8,000 rows took 12-22 s, not 5
         classifier = classes[0](**options).fit(features.T[train], labels[train])
