@@ -101,6 +101,9 @@ def configuration(cluster: EmulatedCluster, **overrides: Any) -> Config:
     return validate(tree)
 
 
+JUDGED_S = 1.5  # a limit of workers: the router notices, and does not count, each of its own pauses that takes so long
+
+
 async def looked_on(services: Services, seconds: float) -> None:
     """Wait until the reaper has looked on for so long: what it moves after that time has moved."""
     from_s = services.ledger.now()

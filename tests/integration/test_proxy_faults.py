@@ -19,7 +19,7 @@ from balanceroute.engine.tokens import continuation, decode
 from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.workers.circuit import CircuitState
 from balanceroute.proxy.workers.drainer import Drain
-from tests.integration.router import Router, pushed_back, running
+from tests.integration.router import JUDGED_S, Router, looked_on, pushed_back, running
 from tests.integration.test_proxy_answers import PROMPT, chat, completion, events, texts
 from tests.waiting import until
 
@@ -219,14 +219,16 @@ async def test_endless_back_pressure_of_workers_ends_with_503_at_the_queue_deadl
 
 
 async def test_an_answer_that_has_begun_may_wait_beyond_the_queue_deadline() -> None:
-    async with running(PAIR, queue={"deadline_s": 0.5}, **QUICK) as router:
+    deadline_s = 2.0  # of the wait for its first token, however busy the machine
+    async with running(PAIR, queue={"deadline_s": deadline_s}, **QUICK) as router:
         body = completion(max_tokens=300, stream=True, stream_options={"include_usage": True})
         async with router.client.stream("POST", "/v1/completions", json=body) as reply:
             lines = reply.aiter_lines()
             first = await anext(lines)
             await inject_everywhere(router, "d", "status", status=503, count=None)
             await inject_everywhere(router, "d", "recompute_now")
-            await pushed_back(router, "decode")  # twice takes longer than the deadline
+            await pushed_back(router, "decode")
+            await looked_on(router.app.services, deadline_s)
             await inject_everywhere(router, "d", "clear")
             parts = events("\n".join([first, *[line async for line in lines]]).rstrip("\n") + "\n\n")
         assert "".join(texts(parts)) == decode(continuation(PROMPT, 300))
@@ -317,7 +319,7 @@ async def test_streams_of_a_killed_engine_resume_on_the_others() -> None:
 
 @pytest.mark.parametrize("role", ["p", "d"])
 async def test_a_worker_that_stalls_times_out(role: str) -> None:
-    limits = {"idle_timeout_s": 0.3, "first_byte_timeout_s": {"prefill": 0.3, "decode": 0.3}}
+    limits = {"idle_timeout_s": JUDGED_S, "first_byte_timeout_s": {"prefill": JUDGED_S, "decode": JUDGED_S}}
     async with running(PAIR, limits=limits, **QUICK) as router:
         await router.cluster.inject(f"{role}0", "stall", count=None, after_events=3)
         replies = await asyncio.gather(
@@ -331,7 +333,7 @@ async def test_a_worker_that_stalls_times_out(role: str) -> None:
 async def test_a_request_past_its_own_deadline_gets_504_that_names_the_limit_and_no_worker() -> None:
     async with running(PAIR) as router:
         await inject_everywhere(router, "d", "freeze")
-        reply = await router.client.post("/v1/completions", json=completion(), headers={"X-Request-Timeout": "0.4"})
+        reply = await router.client.post("/v1/completions", json=completion(), headers={"X-Request-Timeout": "1.5"})
         assert reply.status_code == 504
         message = reply.json()["error"]["message"]
         assert "X-Request-Timeout" in message and "worker" not in message
@@ -341,11 +343,13 @@ async def test_a_request_past_its_own_deadline_gets_504_that_names_the_limit_and
 
 async def test_a_request_that_waits_too_long_in_the_queue_gets_503_and_in_the_pool_is_drained() -> None:
     shape = ClusterShape(prefillers=1, decoders=1, max_num_seqs=1, time_scale=0.1)
-    async with running(shape, pool={"ttl_s": 0.5}, queue={"deadline_s": 0.5}) as router:
-        first = asyncio.ensure_future(router.client.post("/v1/completions", json=completion(max_tokens=800)))
+    async with running(shape, pool={"ttl_s": 2.0}, queue={"deadline_s": 2.0}) as router:
+        await router.cluster.inject("d0", "stop_barrier")  # the only slot stays taken until the second one is late
+        first = asyncio.ensure_future(router.client.post("/v1/completions", json=completion()))
         await until(lambda: router.app.services.ledger.scheduler.snapshot.workers[0].active)
         late = await router.client.post("/v1/completions", json=completion())
         assert late.status_code == 503 and late.headers["retry-after"]
+        await router.cluster.inject("d0", "start_barrier")
         assert (await first).status_code == 200
         await router.settled()
         assert router.app.services.metrics.drains.value("drained") == 1

@@ -13,7 +13,7 @@ from balanceroute.config import validate
 from balanceroute.proxy.admission.decider import Answer
 from balanceroute.proxy.app import RouterApp, create_app
 from balanceroute.proxy.life.retries import MAX_FRUITLESS
-from tests.integration.router import looked_on, served
+from tests.integration.router import JUDGED_S, looked_on, served
 from tests.plain_http import PLAIN
 from tests.unit.proxy.servers import CHUNKED_HEAD, Script, chunked, plain, read_request, worker
 from tests.waiting import PATIENCE_S, pace, until
@@ -73,8 +73,8 @@ async def routing(script: Script, **limits: Any) -> AsyncIterator[tuple[RouterAp
 
 
 async def test_a_chat_may_run_longer_than_its_first_event_may_take_and_is_measured_from_its_first_token() -> None:
-    limits = {"first_byte_timeout_s": {"decode": 0.3}, "idle_timeout_s": 5.0}
-    async with routing(streaming(20, 0.05), **limits) as (_, client):
+    limits = {"first_byte_timeout_s": {"decode": JUDGED_S}, "idle_timeout_s": 5.0}
+    async with routing(streaming(20, JUDGED_S / 10), **limits) as (_, client):
         reply = await client.post("/v1/chat/completions", json=CHAT)
         assert reply.text.endswith("data: [DONE]\n\n") and reply.text.count('"x"') == 20
         metrics = (await client.get("/metrics")).text
@@ -85,7 +85,7 @@ async def test_a_chat_may_run_longer_than_its_first_event_may_take_and_is_measur
 
 async def test_a_slow_reader_is_limited_by_client_timeouts_not_by_worker_timeouts() -> None:
     long = "x" * 2**18
-    limits = {"idle_timeout_s": 0.3, "client_stall_timeout_s": 30.0}
+    limits = {"idle_timeout_s": JUDGED_S, "client_stall_timeout_s": 30.0}
     async with routing(streaming(40, 0.001, text=long), **limits) as (app, client):
         await client.get("/ready")
         url = client.base_url
@@ -281,14 +281,14 @@ def thinking(gone_on: asyncio.Event, streams: list[dict[str, Any]]) -> Script:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("beside", [{}, {"logprobs": True}], ids=["hidden by the router", "hidden by the engine"])
 async def test_hidden_reasoning_may_take_longer_than_idle_timeout_s(stream: bool, beside: dict[str, Any]) -> None:
-    limits = {"first_byte_timeout_s": {"decode": 0.2}, "idle_timeout_s": 0.2}
+    limits = {"first_byte_timeout_s": {"decode": JUDGED_S}, "idle_timeout_s": JUDGED_S}
     gone_on = asyncio.Event()
     asked = {**CHAT, "stream": stream, "include_reasoning": False, "max_tokens": 9999} | beside
     streams: list[dict[str, Any]] = []
     async with routing(thinking(gone_on, streams), **limits) as (app, client):
         reply = asyncio.ensure_future(client.post("/v1/chat/completions", json=asked))
         await until(lambda: any(leg.reply is not None and leg.reply.status == 200 for leg in app.services.legs))
-        await looked_on(app.services, 0.8)
+        await looked_on(app.services, 2 * JUDGED_S)
         gone_on.set()
         text = (await reply).text
         assert "answer" in text and "secret" not in text and "error" not in text
