@@ -18,7 +18,7 @@ from balanceroute.engine.tokens import FIRST_TRIPLE_ID, continuation, decode
 from scripts.chaos_run.aftermath import held_by_router
 from scripts.chaos_run.folder import logs_folder
 
-PATIENCE_S: Final = 60.0
+PATIENCE_S: Final = 180.0
 NO_TLS: Final = False  # for `verify`: httpx reads all certificates of CAs for each client, 30 ms of CPU
 
 

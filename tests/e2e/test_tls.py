@@ -192,7 +192,7 @@ def test_serve_logs_who_may_use_the_cluster(
 def test_unfinished_handshakes_block_no_client_and_are_closed_in_time(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "server")
     tls = {"cert_file": str(authority.write_chain(tmp_path / "chain.pem"))}
-    limits = {"max_connections": 8, "client_header_timeout_s": 1.0}
+    limits = {"max_connections": 8, "client_header_timeout_s": 5.0}  # ample for a handshake
     with serving(tmp_path, tls=tls, limits=limits) as router, ExitStack() as stack:
         address = ("127.0.0.1", router.port)
         idle = [stack.enter_context(socket.create_connection(address, PATIENCE_S)) for _ in range(200)]
