@@ -15,6 +15,7 @@ pytestmark = pytest.mark.e2e
 
 DRIP_S = SHORT_S / 10
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/instances/add", "/health", "/nowhere")
+LARGE = "/dashboard/assets/uPlot.iife.min.js"  # 50 kB; /metrics is made only a few times per second
 LATE = b"x" * 100  # of such a rest, at one byte per `DRIP_S`, little has come when the time is up
 
 
@@ -204,16 +205,16 @@ def test_a_client_that_reads_a_byte_now_and_then_is_disconnected(hasty: Edge) ->
 def test_a_client_that_reads_no_unstreamed_answer_is_disconnected(hasty: Edge) -> None:
     """Of a route that streams nothing: as many as the sockets' buffers do not take."""
     with hasty.connect(receive_buffer_bytes=4096) as connection:
-        connection.send_until_stuck(request("GET", "/metrics"), 8 * 2**20)
+        connection.send_until_stuck(request("GET", LARGE), 8 * 2**20)
         block_until(lambda: hasty.clients() == 0, "the connection is kept")
         with pytest.raises(Ended):
             while True:
                 connection.answer()
 
 
-def test_a_client_that_reads_steadily_gets_all_of_a_long_answer(hasty: Edge) -> None:
+def test_a_client_that_reads_steadily_gets_all_of_a_long_answer(edge: Edge) -> None:
     tokens = 2000
-    with hasty.connect() as connection:
+    with edge.connect() as connection:
         connection.send(completion(FLOOD, stream=True, max_tokens=tokens))
         assert connection.head()[0] == 200
         text = b"".join(connection.events())
