@@ -13,11 +13,16 @@ MOST = LIMITS["narrow"]["max_connections"]
 
 
 def busy(edge: Edge) -> list[Connection]:
-    """As many connections as there may be, each with a stream under way."""
-    connections = [edge.connect(source=f"127.0.0.{2 + number % 3}") for number in range(MOST)]
-    for connection in connections:
+    """As many connections as there may be, each with a stream under way.
+
+    One after the other: who has said nothing yet would give way to the next, or be closed if this process is late.
+    """
+    connections = []
+    for number in range(MOST):
+        connection = edge.connect(source=f"127.0.0.{2 + number % 3}")
         connection.send(completion(HOLD, stream=True))
         assert connection.head()[0] == 200
+        connections.append(connection)
     return connections
 
 

@@ -117,16 +117,17 @@ def test_slowly_sent_blank_lines_do_not_extend_the_deadline(hasty: Edge) -> None
 @pytest.mark.parametrize("target", ["/v1/completions", "/tokenize"])
 def test_head_and_body_share_one_deadline_from_the_first_byte(hasty: Edge, target: str) -> None:
     """The younger client begins while the elder's head is under way: a body with time of its own would be the last."""
-    with hasty.connect() as elder, hasty.connect() as younger:
+    with hasty.connect() as elder:
         head = head_of(target)
         elder.send_until_answered(head[:3], DRIP_S)  # some 0.3 of the time
         assert hasty.get("/health").status == 200  # these bytes have been read
-        younger.send(head)
-        elder.send_until_answered(head[3:6], DRIP_S)
-        elder.send(head[6:])
-        assert elder in first_heard(elder, younger)
-        turned_out(elder)
-        turned_out(younger)
+        with hasty.connect() as younger:
+            younger.send(head)
+            elder.send_until_answered(head[3:6], DRIP_S)
+            elder.send(head[6:])
+            assert elder in first_heard(elder, younger)
+            turned_out(elder)
+            turned_out(younger)
 
 
 def test_a_later_request_of_a_connection_has_a_deadline_too(hasty: Edge) -> None:
@@ -152,9 +153,10 @@ def test_a_body_that_expects_100_continue_and_never_arrives_is_a_408(hasty: Edge
 
 def test_slow_bodies_do_not_block_other_clients(hasty: Edge) -> None:
     """230 heads without a body once held every place of the router for ever."""
-    attackers = [hasty.connect() for _ in range(230)]
-    for attacker in attackers:
-        attacker.send(head_of("/v1/completions", 1000))
+    attackers = []
+    for _ in range(230):
+        attackers.append(hasty.connect())
+        attackers[-1].send(head_of("/v1/completions", 1000))  # who says nothing for long is not even told 408
     for _ in range(5):
         assert hasty.serves()
     for attacker in attackers:
@@ -172,11 +174,12 @@ def test_a_client_that_pauses_between_its_requests_is_not_disconnected(hasty: Ed
 
 def test_an_answer_may_take_longer_than_a_request(hasty: Edge) -> None:
     """The deadline ends with the request's last byte."""
-    with hasty.connect() as connection, hasty.connect() as late:
+    with hasty.connect() as connection:
         connection.send(completion("hold", stream=True))
         assert connection.head()[0] == 200
-        late.send(head_of("/v1/completions", 1000))
-        turned_out(late)  # it came after the other one, and its time is up
+        with hasty.connect() as late:
+            late.send(head_of("/v1/completions", 1000))
+            turned_out(late)  # it came after the other one, and its time is up
         assert not connection.hears_end()
 
 
