@@ -316,7 +316,7 @@ async def test_requests_that_a_worker_runs_for_others_are_reported_as_divergence
     async with running(SHAPE, prefill={"poll_interval_s": 0.02}) as router:
         caplog.set_level(logging.WARNING)
         async with httpx.AsyncClient(base_url=router.cluster.decode_urls[0], **PLAIN, timeout=PATIENCE_S) as other:
-            work = asyncio.ensure_future(other.post("/v1/completions", json=completion(max_tokens=2000)))
+            work = asyncio.ensure_future(other.post("/v1/completions", json=completion(max_tokens=30_000)))
             divergence = router.app.services.metrics.divergence
             name = router.cluster.decode_urls[0].removeprefix("http://")
             await until(lambda: divergence.lasting(name) == 1.0)

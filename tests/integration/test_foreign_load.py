@@ -31,7 +31,7 @@ async def test_foreign_load_on_a_decode_worker_diverts_requests_until_it_is_gone
     async with running(SHAPE, routing={"policy": policy}, **OFTEN) as router:
         busy, quiet = router.cluster.decode
         async with httpx.AsyncClient(**PLAIN, timeout=None) as direct:
-            body = completion(max_tokens=4_000, stream=False)
+            body = completion(max_tokens=30_000, stream=False)  # longer than the test, which ends them
             tasks = [
                 asyncio.get_running_loop().create_task(
                     direct.post(f"{router.cluster.decode_urls[0]}/v1/completions", json=body)
