@@ -82,7 +82,8 @@ async def test_a_chat_s_estimate_is_corrected_by_the_prefiller(monkeypatch: pyte
 
 @pytest.mark.parametrize("tier", ["p", "d"])
 async def test_a_worker_with_another_model_than_the_others_gives_no_client_a_404(tier: str) -> None:
-    async with running(TWO_BY_TWO, retry={"base_delay_s": 0.001, "max_delay_s": 0.01}) as router:
+    health = {"interval_s": 3600.0}  # else the worker that refuses all comes back, may be for each try of one request
+    async with running(TWO_BY_TWO, retry={"base_delay_s": 0.001, "max_delay_s": 0.01}, health=health) as router:
         await asyncio.gather(*[ask(router) for _ in range(6)])
         await router.cluster.inject(f"{tier}1", "status", status=404, count=None)
         replies = await asyncio.gather(*[ask(router) for _ in range(6)])
