@@ -115,7 +115,7 @@ async def test_each_route_answers_each_method_at_a_relay_as_without_relays() -> 
         for method, path in product(("GET", "HEAD", "POST", "DELETE", "OPTIONS", "TRACE"), paths):
             here, there = await router.relays[0].client.request(method, path), await alone.client.request(method, path)
             answers = [(reply.status_code, reply.headers.get("allow")) for reply in (here, there)]
-            assert answers[0] == answers[1], (method, path)
+            assert answers[0] == answers[1], (method, path, here.text)
             if there.status_code == 405:
                 assert here.headers["content-length"] == there.headers["content-length"], (method, path)
 
