@@ -88,6 +88,7 @@ def _fixed(worker: DecodeInstanceState, scheduler: Scheduler | None) -> dict[str
         "slots": worker.spec.slots,
         "slowdown": worker.spec.slowdown,
         "request_tokens": worker.spec.request_tokens,
+        "barrier_group": worker.spec.barrier_group,
         "kv_capacity_tokens": worker.kv_capacity_tokens,
         "tokens_per_step": worker.tokens_per_step,
         "ahead": worker.ahead if scheduler is None else scheduler.places_ahead(worker),
@@ -203,9 +204,10 @@ def snapshot_from_dict(
 ) -> tuple[ClusterSnapshot, float]:
     """Read a snapshot back, and the time it was taken at (0.0 where it says none).
 
-    Absent fields mean: worker up with slowdown 1, no tokens per request, used by nobody else and sent nothing ahead of
-    its slots, every request running, a pool that is not full, `expected_remaining` H, no wait, waiting order as listed,
-    means taken over the requests that are there, `overdue_s` the ready time plus the policy's patience.
+    Absent fields mean: worker up with slowdown 1, no tokens per request, in no named barrier group, used by nobody else
+    and sent nothing ahead of its slots, every request running, a pool that is not full, `expected_remaining` H, no
+    wait, waiting order as listed, means taken over the requests that are there, `overdue_s` the ready time plus the
+    policy's patience.
     Only workers, pool and means are read: what a policy looks at. Raises InputError that names the field.
     """
     data = _object(data, "snapshot")
@@ -245,6 +247,7 @@ def _read_worker(snapshot: ClusterSnapshot, entry: Any, path: str) -> None:
         slots=_whole(entry, "slots", path, least=1),
         slowdown=_slowdown(entry, path),
         request_tokens=_whole(entry, "request_tokens", path, default=0),
+        barrier_group=_text(entry, "barrier_group", path, default=""),
     )
     if snapshot.find_worker(spec.id) is not None:
         raise InputError(f"{path}.id: {spec.id!r} is there twice")
@@ -344,9 +347,9 @@ def _list(data: dict[str, Any], name: str, path: str, default: list[Any] | None 
     return value
 
 
-def _text(data: dict[str, Any], name: str, path: str) -> str:
-    value = data.get(name)
-    if not isinstance(value, str) or not value:
+def _text(data: dict[str, Any], name: str, path: str, default: str | None = None) -> str:
+    value = data.get(name, default)
+    if not isinstance(value, str) or (not value and value != default):
         raise InputError(f"{_join(path, name)}: expected a name, found {value!r:.60}")
     return value
 

@@ -31,8 +31,17 @@ def ranks_by_barrier(setting: Setting, prompt_tokens: list[int], lengths: list[i
     """The workers of each barrier with the number of the first, as equal in number as can be."""
     kv, left = list(prompt_tokens), list(lengths)
     kind = partial(DraftingRanks, draws={}) if setting.draft_tokens else Ranks
-    bounds = [setting.n_workers * index // setting.barrier_groups for index in range(setting.barrier_groups + 1)]
-    return [(first, kind(setting, end - first, kv, left)) for first, end in pairwise(bounds)]
+    return [(first, kind(setting, end - first, kv, left)) for first, end in pairwise(_bounds(setting))]
+
+
+def group_names(setting: Setting) -> list[str]:
+    """The name of each worker's barrier group."""
+    return [f"g{number}" for number, (first, end) in enumerate(pairwise(_bounds(setting))) for _ in range(first, end)]
+
+
+def _bounds(setting: Setting) -> list[int]:
+    """The number of the first worker of each group, and the number of workers."""
+    return [setting.n_workers * index // setting.barrier_groups for index in range(setting.barrier_groups + 1)]
 
 
 def up_capacity(ranks: Ranks, slowdowns: Sequence[float]) -> float:

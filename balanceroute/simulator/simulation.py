@@ -26,7 +26,7 @@ from balanceroute.core.scheduler_config import SchedulerConfig
 from balanceroute.core.types import Role, WorkerSpec, WorkerState
 from balanceroute.errors import InputError, InvariantError
 from balanceroute.simulator.arrivals import NEVER, Arrivals
-from balanceroute.simulator.groups import Group, ranks_by_barrier, up_capacity
+from balanceroute.simulator.groups import Group, group_names, ranks_by_barrier, up_capacity
 from balanceroute.simulator.oracle import Forecast, TrueLengths
 from balanceroute.simulator.prefill_tier import PrefillTier
 from balanceroute.simulator.result import Outcome, Recorder
@@ -134,10 +134,17 @@ class Simulation:
         for name in self.tier.names:
             scheduler.add_worker(WorkerSpec(name, Role.PREFILL), 0.0)
             scheduler.report_prefix_cache(name, setting.prefix_cache_tokens, 0.0)
-        for index in range(setting.n_workers):
+        for index, group in enumerate(group_names(setting)):
             slowdown = setting.slowdowns[index] if setting.slowdowns and setting.cost_aware else 1.0
             each = setting.request_tokens if setting.cost_aware else 0
-            spec = WorkerSpec(f"d{index}", Role.DECODE, slots=setting.slots, slowdown=slowdown, request_tokens=each)
+            spec = WorkerSpec(
+                f"d{index}",
+                Role.DECODE,
+                slots=setting.slots,
+                slowdown=slowdown,
+                request_tokens=each,
+                barrier_group=group,
+            )
             scheduler.add_worker(spec, 0.0)
             scheduler.report_decoder_memory(spec.id, setting.kv_capacity_tokens or 0, 0.0)
             scheduler.report_tokens_per_step(spec.id, setting.tokens_per_step, 0.0)

@@ -42,6 +42,7 @@ class Place:
     requests: int
     own_slots: int
     own: int
+    group: str
     more: float = 0.0  # of the answers that what was chosen here is expected to have
     kept_free: float = 0.0  # a load: the room that it makes for a huge request
     shut: bool = False  # it is slower, and its slots stay free
@@ -83,6 +84,7 @@ class Oracle:
                     len(active) + foreign["requests"],
                     max(worker["slots"] - foreign["requests"], min(foreign["least_own_slots"], worker["slots"])),
                     len(active),
+                    worker["barrier_group"],
                 )
             )
         self.c = sum(place.c for place in self.places) / len(self.places)
@@ -179,8 +181,8 @@ class Oracle:
 
     def costs_too_much(self, place: Place, prompt: int) -> bool:
         """Whether a slower worker slows the others down by more than such a request serves."""
-        up, means = [each.slowdown for each in self.places if each.state == "up"], self.means
-        if self.rules is not LEVEL_FIT or place.slowdown == min(up):
+        means = self.means
+        if self.rules is not LEVEL_FIT or place not in self.slower():
             return False
         half_answer = means["answer_tokens"] / 2
         if not self.c and means["deviation_tokens"] >= 0.3 * (means["prompt_tokens"] + half_answer):
@@ -188,11 +190,18 @@ class Oracle:
         envelope = max(each.load for each in self.barrier)
         rise = 3 * envelope
         if not self.c:
-            rise = max(rise, sum(each > min(up) for each in up) * (envelope + 208_000))
+            rise = max(rise, len(self.slower()) * (envelope + 208_000))
         limit = envelope + rise / max(1, self.running)
         load = place.load + place.slowdown * (prompt + half_answer + place.c)
         assume(abs(load - limit) > NEAR * (1 + limit))
         return load > limit
+
+    def slower(self) -> list[Place]:
+        """Workers for which a faster one of their group waits; beside named groups one without a group is alone."""
+        up = [each for each in self.places if each.state == "up"]
+        alone = "" if any(each.group for each in up) else None
+        fastest = {group: min(each.slowdown for each in up if each.group == group) for group in {e.group for e in up}}
+        return [each for each in up if each.group != alone and each.slowdown > fastest[each.group]]
 
     # -- the choices
 
@@ -430,7 +439,7 @@ def a_document(random: Random, policy: str, times: int) -> dict[str, Any]:
     waiting.sort(key=lambda entry: entry["priority"])
     for order, entry in enumerate(waiting):
         entry["order"] = order
-    return {
+    document = {
         "policy": policy,
         "now_s": now,
         "workers": workers,
@@ -454,6 +463,10 @@ def a_document(random: Random, policy: str, times: int) -> dict[str, Any]:
         "pool_is_full": random.random() < 0.5,
         "max_pooled": len(waiting) + random.choice((1, 20)),
     }
+    several = random.random() < 0.3
+    for worker in workers:
+        worker["barrier_group"] = random.choice(("a", "a", "b", "")) if several else ""
+    return document
 
 
 @pytest.mark.parametrize("policy", sorted(RULES))

@@ -826,3 +826,27 @@ def test_several_slower_workers_keep_slots_free_only_where_that_is_worth_it_for_
     hold(scheduler, [[6_000] * (4 if slowdown > 1.0 else 8) for slowdown in slowdowns])
     pool_all(scheduler, {"next": 6_000})
     assert bool(admitted(scheduler)) is taken
+
+
+@pytest.mark.parametrize(
+    ("groups", "taken"),
+    [
+        (["a", "a", "a", "b"], True),
+        (["a", "a", "b", ""], True),  # it steps alone
+        (["a", "a", "b", "b"], False),
+        (["a", "a", "a", "a"], False),
+        (["", "", "", ""], False),  # none is named: all are of one
+    ],
+)
+def test_a_slower_worker_keeps_slots_free_only_beside_faster_ones_of_its_barrier_group(
+    groups: list[str], *, taken: bool
+) -> None:
+    """No others wait for it: they serve as much, whatever it has."""
+    scheduler = a_scheduler("level_fit", workers=0, hold_s=0.0)
+    for index, (group, slowdown) in enumerate(zip(groups, (1.0, 1.0, 1.0, 2.0), strict=True)):
+        scheduler.add_worker(WorkerSpec(f"d{index}", Role.DECODE, "", None, 8, slowdown, group), 0.0)
+    hold(scheduler, [[30_000] * 8] * 3 + [[30_000] * 4])
+    pool_all(scheduler, {"next": 30_000})
+    read, _ = snapshot_from_dict(snapshot_to_dict(scheduler.snapshot, 0.0), horizon_steps=0)
+    assert bool(list(scheduler.policy.decide(read, 0.0))) is taken, "a recorded decision is the same again"
+    assert bool(admitted(scheduler)) is taken
