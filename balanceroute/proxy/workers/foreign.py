@@ -7,11 +7,12 @@ the first report without it. A report of fewer requests than own ones says nothi
 
 Foreign requests take slots and count as load (`Scheduler.report_decoder`). They must not shut this router out: on a
 full cluster it would wait for ever for slots that the other router refills at once. So while requests wait and no slot
-is free anywhere, a router may use a few slots more (`least_own_slots`), up to half of a worker, if the engine's own
-queue is empty. The other router sees that and refills fewer, so two routers end at equal shares, with a queue at the
-engines only until the next reports. If requests queue at the engines anyway (of clients without a router), this
-router's queue with them only while it has less than 1/16 of all slots. With four slots per worker, and answers no
-longer than a few reports, shares stay unequal (up to 9 to 1 on the emulator): all of few foreign requests may be lag.
+is free, but on slower workers, whose slots may stay free for good (`core.scarce_fit`), a router may use a few slots
+more (`least_own_slots`), up to half of a worker, if the engine's own queue is empty. The other router sees that and
+refills fewer, so two routers end at equal shares, with a queue at the engines only until the next reports. If requests
+queue at the engines anyway (of clients without a router), this router's queue with them only while it has less than
+1/16 of all slots. With four slots per worker, and answers no longer than a few reports, shares stay unequal (up to 9 to
+1 on the emulator): all of few foreign requests may be lag.
 
 Pure: from reports and the ledger's figures to figures for the scheduler.
 """
@@ -90,6 +91,7 @@ class Occupancy:
     active: int
     foreign: int
     queued: int
+    slowdown: float = 1.0
 
     @property
     def free(self) -> int:
@@ -102,7 +104,9 @@ def least_own_slots(worker: Occupancy, others: Sequence[Occupancy], waiting: int
 
     Args: others: the other decode workers that are up. waiting: requests in the pool.
     """
-    if not waiting or not worker.foreign or worker.free > 0 or any(other.free > 0 for other in others):
+    if not waiting or not worker.foreign or worker.free > 0:
+        return 0
+    if any(other.free > 0 and other.slowdown <= worker.slowdown for other in others):
         return 0
     all_slots = worker.slots + sum(other.slots for other in others)
     all_active = worker.active + sum(other.active for other in others)

@@ -183,16 +183,22 @@ class MetricsPoller:
         if not ledger.adopts:
             requests = max(worker.take_peak(), own.active)  # relays report their use later than they ask for a slot
             foreign = worker.foreign.see(samples, requests, own.load_tokens, own.mean_request_tokens)
-        least, occupancy = 0, _occupancy(own, foreign.requests)
+        least, occupancy = 0, self._occupancy(own, foreign.requests)
         if foreign.requests and occupancy.free <= 0:  # else it needs none, and a view of many workers is dear
             view = ledger.view()
-            others = [_occupancy(other) for other in view.decoders if other.id != own.id and other.state is _UP]
+            others = [self._occupancy(other) for other in view.decoders if other.id != own.id and other.state is _UP]
             least = least_own_slots(occupancy, others, view.pooled)
         ledger.report_decoder(worker.id, foreign.requests, foreign.tokens, least)
         if samples is not None:
             load_tokens = own.load_tokens + foreign.tokens
             ledger.report_decoder_memory(worker.id, kv_capacity_tokens(samples, load_tokens, own.ahead))
             ledger.report_tokens_per_step(worker.id, samples.get("tokens_per_step", 1.0))
+
+    def _occupancy(self, worker: DecoderView, foreign: int | None = None) -> Occupancy:
+        """The occupancy of a decode worker, with `foreign` if it is newer than the ledger's."""
+        held = worker.foreign_requests if foreign is None else foreign
+        slowdown = self._fleet[worker.id].spec.slowdown
+        return Occupancy(worker.slots, worker.active, held, worker.engine_waiting, slowdown)
 
     def _note_slots(self, worker: Worker, samples: dict[str, float]) -> None:
         """Tell the operator if the engine has fewer slots than the configuration says."""
@@ -215,12 +221,6 @@ def _reports_load(worker: Worker, samples: dict[str, float] | None) -> bool:
     if worker.spec.role is Role.PREFILL:
         return samples is not None and "kv_cache_usage_perc" in samples
     return samples is not None
-
-
-def _occupancy(worker: DecoderView, foreign: int | None = None) -> Occupancy:
-    """The occupancy of a decode worker, with `foreign` if it is newer than the ledger's."""
-    held = worker.foreign_requests if foreign is None else foreign
-    return Occupancy(worker.slots, worker.active, held, worker.engine_waiting)
 
 
 async def _metrics_of(worker: Worker) -> tuple[int, bytes]:

@@ -63,8 +63,8 @@ def test_our_own_requests_are_never_foreign_for_any_report_delay_within_its_peri
         last = now
 
 
-def full(active: int, foreign: int, queued: int = 0, slots: int = 8) -> Occupancy:
-    return Occupancy(slots, active, foreign, queued)
+def full(active: int, foreign: int, queued: int = 0, slots: int = 8, slowdown: float = 1.0) -> Occupancy:
+    return Occupancy(slots, active, foreign, queued, slowdown)
 
 
 def test_slots_held_by_others_stay_theirs_while_any_slot_is_free() -> None:
@@ -72,6 +72,11 @@ def test_slots_held_by_others_stay_theirs_while_any_slot_is_free() -> None:
     assert least_own_slots(full(0, 7), [full(0, 8)], waiting=9) == 0
     assert least_own_slots(full(0, 8), [full(0, 8)], waiting=0) == 0
     assert least_own_slots(full(8, 0), [full(0, 8)], waiting=9) == 0  # nothing foreign: plain fullness
+    assert least_own_slots(full(0, 8, slowdown=2.0), [full(0, 7)], waiting=9) == 0
+
+
+def test_free_slots_of_slower_workers_which_may_stay_free_leave_no_others_to_others() -> None:
+    assert least_own_slots(full(0, 8), [full(0, 7, slowdown=2.0)], waiting=9) == 1
 
 
 def test_a_router_takes_up_to_half_of_slots_held_by_others_step_by_step() -> None:

@@ -203,6 +203,27 @@ async def test_foreign_requests_on_a_decode_worker_take_slots_after_two_reports(
 
 
 @with_virtual_time
+async def test_others_do_not_shut_this_router_out_of_fast_workers_while_it_leaves_slots_of_a_slower_one_free() -> None:
+    """It waited for ever: there were free slots, if none that it used, so it left all others to them."""
+    workers = [{"url": f"http://d{n}:1", "id": f"d{n}", "slowdown": 2.0 if n == 3 else 1.0} for n in range(4)]
+    decode = {"workers": workers, "max_num_seqs": 8}
+    services = a_router(a_config(decode=decode, routing={"policy": "level_fit", "hold_s": 0.0}))
+    ledger = services.ledger
+    ledger.on_answer = lambda request_id, answer: None
+    for name, running in (("d0", 8), ("d1", 8), ("d2", 8), ("d3", 4)):
+        script(services, name, Page(b'vllm:num_requests_running{engine="0"} %d\n' % running))
+    ledger.scheduler.snapshot.means.see_prompt(100_000)
+    await polled(services, 2)
+    ledger.submit(RequestSpec("next", 100_000))
+    ledger.prefilled("next", 100_000)
+    ledger.admit()
+    assert ledger.decoder("d3").free_slots and ledger.view().pooled, "it waits beside free slots of the slower one"
+    await polled(services)
+    ledger.admit()
+    assert [ledger.decoder(f"d{n}").active for n in range(4)] == [1, 0, 0, 0]
+
+
+@with_virtual_time
 async def test_requests_whose_relay_has_yet_to_report_its_use_of_their_worker_are_not_foreign() -> None:
     services = a_router(a_config(1, 1, decode={"max_num_seqs": 8}))
     ledger = services.ledger
