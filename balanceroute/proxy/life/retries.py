@@ -56,7 +56,7 @@ from typing import Final
 
 import orjson
 
-from balanceroute.core.types import Role
+from balanceroute.core.types import POOLED, Role
 from balanceroute.errors import (
     RETRY_AFTER_S,
     BadUpstreamReply,
@@ -293,6 +293,8 @@ class Retries:
 
     def wait_for_worker(self, ticket: Ticket, answer: Awaitable[str]) -> Awaitable[str]:
         """Wait for a worker; after a refusal only until the queue's deadline. Raises: QueueTimeout."""
+        if ticket.phase is POOLED:  # decode first: the push that a prefiller refused is over, and had its own deadline
+            self._refusals.pop("prefill", None)
         return self._until_deadline(ticket, answer) if self._refusals else answer
 
     async def _until_deadline(self, ticket: Ticket, answer: Awaitable[str]) -> str:

@@ -387,6 +387,25 @@ async def test_a_request_that_prefillers_refuse_waits_as_long_as_the_queue_lets_
 
 
 @with_virtual_time
+async def test_decode_first_a_refusal_by_a_prefiller_does_not_count_once_the_request_waits_for_another_slot() -> None:
+    """The decode worker was lost while it waited for the KV: the request got 503 at once if it had come long before."""
+    services = a_router(a_config(**LAYERWISE))
+    retries = Retries(services, "r", None)
+    ticket = services.tickets.submit(RequestSpec("r", 10))
+    await let_pass(2 * services.config.queue.deadline_s)  # for its first slot
+    services.ledger.admit()
+    await ticket.admission()
+    retries.judge(a_status(429, tier="prefill"), services.fleet["p0"], begun=False)
+    ticket.requeue()
+
+    async def freed() -> str:
+        await let_pass(2 * services.config.queue.deadline_s)
+        return "d1"
+
+    assert await retries.wait_for_worker(ticket, freed()) == "d1"
+
+
+@with_virtual_time
 async def test_a_refusal_by_a_prefiller_is_forgotten_once_another_one_has_computed_the_prompt() -> None:
     """Its wait for a slot ended after `queue.deadline_s`, and that of others after `pool.ttl_s`."""
     services, retries = some_retries()
