@@ -80,6 +80,7 @@ LEFT_S: Final = 5.0  # between two searches for pin records of relays that are g
 PARENT_CLOSES_S: Final = 0.05  # in which the parent closes its own sockets, so that none accepts after the relays'
 ANOTHER_S: Final = 1.0  # between two checks whether another relay accepts
 ALIVE: Final = ("/health", "/ping")  # answered by the relay itself
+NOT_FOUND: Final = "No process decides for this router yet: it is starting, or stands by (`listen.lease`)."
 NOT_JOINED: Final = "This process has not joined the one that decides for the router (the brain); its log says why."
 
 
@@ -258,7 +259,7 @@ def _routes(
         if services().brain.leaving:  # the brain may continue: it is on another machine, or belongs to the successor
             return json_response({"status": "draining"}, 503)
         if services().membership.member is None:  # at once: a dead machine, or a stopped brain, would not even refuse
-            return error_response(NoHealthyWorkers(NOT_JOINED))
+            return error_response(NoHealthyWorkers(NOT_JOINED if services().membership.logged_why else NOT_FOUND))
         return await readiness(request)
 
     async def call_workers(request: Request) -> Response:

@@ -73,7 +73,31 @@ async def test_a_relay_whose_brain_is_silent_says_at_once_that_it_is_not_ready(f
         config = validate({**tiers, "decode": {**tiers["decode"], "max_num_seqs": 2}, "listen": listen, "tls": link})
         async with a_relay(config, folder, "relay-0") as relay:
             ready = await relay.client.get("/ready")
-            assert (ready.status_code, ready.json()["error"]["message"]) == (503, module.NOT_JOINED)
+            assert (ready.status_code, ready.json()["error"]["message"]) == (503, module.NOT_FOUND)
+
+
+async def test_ready_names_the_log_only_where_that_says_why_a_relay_has_no_brain(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start needs no cure: until the first brain leads the log of its relays has no reason."""
+    folder = RunFolder(tmp_path)
+    tiers = {name: {"workers": [{"url": f"http://127.0.0.1:{port}"}]} for port, name in ((1, "prefill"), (2, "decode"))}
+    config = validate({**tiers, "decode": {**tiers["decode"], "max_num_seqs": 2}, "listen": {"relays": 1}})
+    async with a_relay(config, folder, "relay-0") as relay:
+
+        async def said() -> str:
+            message: str = (await relay.client.get("/ready")).json()["error"]["message"]
+            return message
+
+        assert await said() == module.NOT_FOUND
+        with socket.socket(socket.AF_UNIX) as link_socket:
+            link_socket.bind(str(folder.link))
+            link_socket.listen()
+            link_socket.setblocking(False)
+            peer, _ = await asyncio.get_running_loop().sock_accept(link_socket)
+            peer.close()  # a brain that does not let it in
+            await until(lambda: "this relay cannot join a brain" in caplog.messages)
+            assert await said() == module.NOT_JOINED
 
 
 async def test_a_draining_relay_is_not_ready_whatever_the_state_of_its_brain() -> None:

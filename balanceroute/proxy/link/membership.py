@@ -111,6 +111,11 @@ class Membership:
         self._pauses = Pauses()
         self._bugs: set[str] = set()  # errors that have been logged since the last steady membership
 
+    @property
+    def logged_why(self) -> bool:
+        """Whether the log says why there is no brain: one was lost, or could not be joined. At a start it does not."""
+        return self._pauses.has_joined or bool(self._troubles)
+
     # -- joining
 
     async def run(self, listener: BrainListener) -> None:
