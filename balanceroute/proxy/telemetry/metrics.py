@@ -166,7 +166,7 @@ class Metrics(Collector):
         )
         self.tasks_failed = self._counter("internal_errors", "Bugs of ours: logged with a state snapshot.", "where")
         self.restarts = self._counter(
-            "restarts", "Processes of a router with relays that took the place of one that had ended.", "process"
+            "restarts", "Relays and leading brains that took the place of one that had ended.", "process"
         )
         self._ttft = self._histogram(
             "request_ttft_seconds",
