@@ -18,6 +18,7 @@ from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.link.lease import LeaseLead
 from balanceroute.proxy.parent.supervisor import KILL_S
 from balanceroute.proxy.perimeter.access import AdminGate, Visit
+from balanceroute.proxy.run_folder.folder import RunFolder
 from tests.api_server import an_api_server
 from tests.waiting import PATIENCE_S, block_until
 
@@ -244,6 +245,16 @@ def test_the_systemd_unit_allows_numpys_memory_calls_and_denies_others_with_eper
     filters = [line.removeprefix("SystemCallFilter=") for line in lines if line.startswith("SystemCallFilter=")]
     assert filters == ["@system-service", "~@privileged"]  # mbind, at numpy's import, and nice are in @resources
     assert "SystemCallErrorNumber=EPERM" in lines
+
+
+def test_relays_accept_the_run_folder_of_the_systemd_unit(tmp_path: Path) -> None:
+    unit = (ROOT / "deploy" / "balanceroute.service").read_text()
+    (made,) = re.findall(r"^RuntimeDirectory=(\S+)$", unit, re.MULTILINE)
+    assert "DynamicUser=yes" in unit and "RuntimeDirectoryPreserve=restart" in unit
+    (tmp_path / "private" / made).mkdir(parents=True)
+    (tmp_path / made).symlink_to(Path("private", made))  # of a dynamic user's folder that outlives a run
+    (run_folder,) = re.findall(r"BALANCEROUTE_LISTEN__RUN_FOLDER=(\S+)", unit)
+    RunFolder(Path(run_folder.replace("%t", str(tmp_path)))).make()
 
 
 def test_systemd_does_not_repeat_a_start_that_the_configuration_prevents() -> None:
