@@ -16,6 +16,7 @@ from balanceroute.config import Config, load
 from balanceroute.errors import AccessDenied
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.link.lease import LeaseLead
+from balanceroute.proxy.ops.to_brain import OPEN_S
 from balanceroute.proxy.parent.supervisor import KILL_S
 from balanceroute.proxy.perimeter.access import AdminGate, Visit
 from balanceroute.proxy.run_folder.folder import RunFolder
@@ -316,6 +317,13 @@ def test_pods_of_the_manifest_have_a_configuration_that_loads_and_time_to_drain(
     run_folder = Path(str(config.listen.run_folder))
     assert str(run_folder) not in mounts  # a volume is root's, whatever the pod runs as
     assert volumes[mounts[str(run_folder.parent)]]["emptyDir"]["medium"] == "Memory"
+
+
+def test_checks_of_readiness_wait_for_the_relays_own_answer() -> None:
+    (container,) = kubernetes("StatefulSet")["spec"]["template"]["spec"]["containers"]
+    assert container["readinessProbe"]["timeoutSeconds"] > OPEN_S
+    (balancer,) = re.findall(r"^ *timeout check (\d+)s$", (ROOT / "deploy/haproxy.cfg").read_text(), re.MULTILINE)
+    assert int(balancer) > OPEN_S
 
 
 def test_the_pods_service_account_has_exactly_the_needed_lease_rights(tmp_path: Path) -> None:
