@@ -58,8 +58,8 @@ USAGE_EVENT = b"data: %s\n\n" % orjson.dumps({"id": "cmpl-$ID", "choices": [], "
 class Asking(ScriptedUpstream):
     """A decode worker that asks for its prefill, and answers at once."""
 
-    def __init__(self, services: Services, answer: Answer) -> None:
-        super().__init__(answer)
+    def __init__(self, services: Services, *answers: Answer) -> None:
+        super().__init__(*answers)
         self._callbacks = services.callbacks
         self.tokens: list[str] = []
 
@@ -75,8 +75,8 @@ class Asking(ScriptedUpstream):
 class Late(ScriptedUpstream):
     """A prefiller whose answer comes later than the decode worker's."""
 
-    def __init__(self, after_s: float, answer: Answer) -> None:
-        super().__init__(answer)
+    def __init__(self, after_s: float, *answers: Answer) -> None:
+        super().__init__(*answers)
         self._after_s = after_s
 
     async def request(self, *args: Any, **options: Any) -> Any:
@@ -409,6 +409,20 @@ async def test_a_stream_stays_when_its_prefiller_falls_silent_after_the_first_to
         leg.abandon()
         await asyncio.wait({request})
     assert not left and client.text == " 20 21" and idle(services)
+
+
+@with_virtual_time
+async def test_a_request_that_a_prefiller_refused_waits_for_a_slot_anew_after_another_failed() -> None:
+    """The prefill that failed may have taken longer than requests wait in the queue."""
+    services, client = a_pair(None, 0.0, 503, attempts=2, prefillers=2), Client()
+    services.fleet["d0"].upstream = Asking(services, None, Page(events(20, 21) + DONE))  # type: ignore[assignment]
+    late = Late(services.config.queue.deadline_s + 1, LOST, probed(None))
+    services.fleet["p1"].upstream = late  # type: ignore[assignment]
+    async with reaped(services):
+        leg = a_leg(services, client, Layerwise)
+        await leg.run()
+    assert (leg.outcome, client.text) == (Outcome.FINISHED, " 20 21")
+    assert leg.recomputes == 1 and idle(services)
 
 
 def test_a_stream_echoes_the_texts_of_a_batch_and_no_token_ids() -> None:
