@@ -152,6 +152,18 @@ class Answer:
             text = f"it can't go on from token ids: prefilled {result.prompt_tokens} tokens, not {expected}"
             raise worker.failure(BadUpstreamReply, text)
 
+    def await_push(self) -> None:
+        """Decode first, expect a prefill for the next decode worker: that of an earlier one says nothing about it."""
+        self._prefilled_ids = None
+
+    def check_push(self, prefiller: str, worker: Worker, result: PrefillResult) -> None:
+        """Check a prefill against the decode worker's prompt, now if that is known, else at its first event.
+
+        Raises: PromptsDiffer.
+        """
+        self._prefilled_ids = result.prompt_token_ids
+        self.check_prompt(prefiller, worker, len(self.scanner.generated.prompt_ids or ()))
+
     def check_prompt(self, prefiller: str, worker: Worker, read: int) -> None:
         """Check that prefiller and decode worker count the same prompt; with other templates or tokenizers the KV is
         wrong, and the answer can only start again.
@@ -183,8 +195,11 @@ class Answer:
         raise error
 
     def _keep_apart(self, prefiller: Worker, worker: Worker) -> None:
-        """Have nothing served from what this decode worker has cached, or will, of that prefiller's KV."""
-        if worker.id not in prefiller.apart_at:
+        """Have nothing served from what this decode worker has cached, or will, of that prefiller's KV.
+
+        Decode first, whose KV a worker is going to cache is not known when it is asked.
+        """
+        if worker.id not in prefiller.apart_at or self._services.config.decode_first:
             prefiller.apart_at[worker.id] = secrets.token_hex(8)
             self._services.fleet.doubt_cache(worker)
 

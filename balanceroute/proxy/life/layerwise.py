@@ -24,6 +24,7 @@ What can go wrong, and what is done:
 * P fails without having seen the request (no connection, 429, 503): another is asked to push to the same D.
 * P fails otherwise: D may hold half of the KV and would wait for ever, so its stream is closed and the request goes
   back to the pool. A 4xx of P goes to the client. If D has given tokens, it has all of the KV: nothing happens.
+* D and P make different prompts of the request: see `Answer.check_prompt`. P may tell its own after D's first tokens.
 * D never asks: its engine has another connector, or can't reach the URL. After `CALLBACK_S` that is a line in the log
   and in /ready, until D asks. Where no decode worker has ever asked, the request ends after `GIVE_UP_S`: somebody has
   to change a setting, and every other try would take as long. Of one that has asked before, an answer in one piece is
@@ -58,7 +59,7 @@ from balanceroute.errors import (
     UpstreamTimeout,
 )
 from balanceroute.proxy.life.decoding import decode, first_bytes_s
-from balanceroute.proxy.life.errors import WorkerSilent
+from balanceroute.proxy.life.errors import KvTooOld, WorkerSilent
 from balanceroute.proxy.life.leg import ADMITTED, COMPLETE, CUT_OFF, Event, Leg, Transitions, clear_frames
 from balanceroute.proxy.life.prefilling import ask, has_prefilled
 from balanceroute.proxy.life.pull import failed, given_back, requeue_rest
@@ -138,9 +139,14 @@ class Layerwise:
         leg, worker = self._leg, self._worker
         tokens = leg.answer.scanner.tokens
         lost: UpstreamError | None = None
+        why = "recomputed"
         try:
             if await self._attempt(worker):
                 return COMPLETE
+        except KvTooOld:  # the worker may have cached another prompt's: see `Answer.check_prompt`
+            why = "pulled_late"
+            worker.circuit.inconclusive()
+            await asyncio.sleep(leg.retries.count_without_token(worker))
         except PushFailed as failure:
             lost = failure.error
             clear_frames(failure)
@@ -156,7 +162,7 @@ class Layerwise:
         else:
             await given_back(leg, worker, tokens)
         try:
-            return await requeue_rest(leg, lost)
+            return await requeue_rest(leg, lost, why)
         finally:
             clear_frames(lost)
             lost = None  # errors keep the frames that they passed, such as this one
@@ -165,6 +171,7 @@ class Layerwise:
         leg, callbacks = self._leg, self._services.callbacks
         leg.new_try()
         leg.kv_due = True
+        leg.answer.await_push()
         token = callbacks.new_token()
         leg.kv.params = callbacks.params(token)
         called_back = partial(self._called_back, worker)
@@ -259,6 +266,7 @@ class Layerwise:
             return
         try:
             answer.check_prefill(self._services.fleet[leg.prefiller_id], result)
+            answer.check_push(leg.prefiller_id, worker, result)
         except UpstreamError as error:
             if answer.scanner.finish_reason is None:
                 leg.interrupt(error)

@@ -18,12 +18,13 @@ from balanceroute.errors import (
 )
 from balanceroute.proxy.client.outlets import PartAnswer
 from balanceroute.proxy.life import layerwise
-from balanceroute.proxy.life.errors import DeadlineExceeded
+from balanceroute.proxy.life.errors import DeadlineExceeded, PromptsDiffer
 from balanceroute.proxy.life.layerwise import CALLBACK_S, GIVE_UP_S, PREFILL_REPLY_S, Layerwise, own_echo
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.wire.client_request import parse
 from balanceroute.proxy.wire.derived_requests import split
 from balanceroute.proxy.wire.payloads import push_body
+from balanceroute.proxy.workers.circuit import MAX_REST_S, CircuitState
 from balanceroute.proxy.workers.connector_check import WrongConnector
 from balanceroute.proxy.workers.silence import SETTLE_S
 from tests.unit.proxy.life.legs import (
@@ -423,6 +424,81 @@ async def test_a_request_that_a_prefiller_refused_waits_for_a_slot_anew_after_an
         await leg.run()
     assert (leg.outcome, client.text) == (Outcome.FINISHED, " 20 21")
     assert leg.recomputes == 1 and idle(services)
+
+
+def decoded(ids: list[int], stream: bool) -> Page:
+    """The answer to a prompt of these ids."""
+    return Page(events(20, prompt_token_ids=ids) + DONE) if stream else whole(20, prompt_token_ids=ids)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@with_virtual_time
+async def test_an_answer_to_another_prompt_than_the_one_whose_kv_was_pushed_is_not_relayed(stream: bool) -> None:
+    services, client = a_pair(decoded([*PROMPT_IDS, 8], stream), 0.0, probed(None)), Client()
+    async with dispatching(services):
+        leg = a_leg(services, client, Layerwise, stream=stream)
+        with pytest.raises(PromptsDiffer, match="templates"):
+            await leg.run()
+    assert not client.got and idle(services)
+
+
+@with_virtual_time
+async def test_a_prefiller_that_tells_of_another_prompt_after_the_first_token_ends_the_stream() -> None:
+    begun = Page(events(20, finish=None, prompt_token_ids=[*PROMPT_IDS, 8]), ends=False)
+    services, client = a_pair(begun, 0.1, probed(None)), Client()
+    async with dispatching(services):
+        with pytest.raises(PromptsDiffer, match="templates"):
+            await a_leg(services, client, Layerwise).run()
+    assert client.text == " 20" and idle(services)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@with_virtual_time
+async def test_a_decode_worker_that_makes_other_prompts_than_all_others_is_replaced(stream: bool) -> None:
+    reached = {"callback_url": "http://10.0.0.5:8000"}
+    services, client = a_router(a_config(1, 2, connector="mooncake_layerwise", layerwise=reached)), Client()
+    services.fleet["p0"].upstream = Late(0.0, probed(None))  # type: ignore[assignment]
+    sick = Asking(services, decoded([*PROMPT_IDS, 8], stream))
+    services.fleet["d0"].upstream = sick  # type: ignore[assignment]
+    services.fleet["d1"].upstream = Asking(services, decoded(PROMPT_IDS, stream))  # type: ignore[assignment]
+    async with dispatching(services):
+        for number in range(4):
+            leg = a_leg(services, client, Layerwise, request_id=str(number), stream=stream)
+            await leg.run()
+            assert leg.outcome is Outcome.FINISHED and leg.decoder_id == "d1"
+        assert len(sick.asked) == 1 and services.fleet["d0"].circuit.state is CircuitState.RESTING
+    assert idle(services)
+
+
+@with_virtual_time
+async def test_kv_of_another_prompt_that_a_worker_has_cached_serves_no_later_request() -> None:
+    services = a_pair(None, 0.0, probed(None))
+    right = Page(events(20, prompt_token_ids=PROMPT_IDS) + DONE)
+    d0 = Asking(services, Page(events(20, prompt_token_ids=[*PROMPT_IDS, 8]) + DONE), right)
+    services.fleet["d0"].upstream = d0  # type: ignore[assignment]
+    async with dispatching(services):
+        with pytest.raises(PromptsDiffer):
+            await a_leg(services, Client(), Layerwise).run()
+        await let_pass(MAX_REST_S)
+        await a_leg(services, Client(), Layerwise, request_id="later").run()
+    salts = [orjson.loads(one.body).get("cache_salt") for one in d0.asked]
+    assert salts[0] is None and salts[1] and idle(services)
+
+
+@with_virtual_time
+async def test_an_answer_that_may_be_from_another_prompts_kv_is_made_anew() -> None:
+    services, client = a_pair(None, 0.0, probed(None)), Client()
+    d0 = Asking(services, Page(events(20, 21) + DONE))
+    services.fleet["d0"].upstream = d0  # type: ignore[assignment]
+
+    async def doubted_once() -> None:
+        if len(d0.asked) == 1:
+            services.fleet.doubt_cache(services.fleet["d0"])
+
+    d0.before_body = doubted_once  # type: ignore[method-assign]
+    async with dispatching(services):
+        await a_leg(services, client, Layerwise).run()
+    assert len(d0.asked) == 2 and client.text == " 20 21" and idle(services)
 
 
 def test_a_stream_echoes_the_texts_of_a_batch_and_no_token_ids() -> None:
