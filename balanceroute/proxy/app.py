@@ -47,7 +47,7 @@ from balanceroute.proxy.reload import reload
 from balanceroute.proxy.telemetry.instruments import StageClock
 from balanceroute.proxy.telemetry.metrics import Metrics
 from balanceroute.proxy.telemetry.process_gauges import this_process
-from balanceroute.proxy.wire.connectors import Callbacks
+from balanceroute.proxy.wire.connectors import METASERVER_PATH, Callbacks
 from balanceroute.proxy.wire.message_errors import MESSAGES_PATH, is_messages_path, message_refusal
 from balanceroute.proxy.workers.drainer import Drainer
 from balanceroute.proxy.workers.fleet import Fleet, FleetConfig
@@ -103,7 +103,11 @@ class ClientApp(Starlette):
         return self.handed_over or self.services.tickets.draining
 
     def gate(self, request: Request) -> None:
-        """Set the limit of the body (large only for prompts), its holder, and the headers of a refusal."""
+        """Set the limit of the body (large only for prompts), its holder, and the headers of a refusal.
+
+        A decode worker's callback always finds room: it is not made again, and those who hold the room may wait for it.
+        """
+        request.has_room = request.path.startswith(METASERVER_PATH)
         if not request.path.startswith(_LARGE):
             request.body_limit_bytes = _SMALL_BYTES
         elif request.path not in self.hot:  # hot routes do so themselves

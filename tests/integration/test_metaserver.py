@@ -9,10 +9,12 @@ import httpx
 import orjson
 import pytest
 
+from balanceroute.config import Config
 from balanceroute.engine.tokens import continuation, decode
 from tests.integration.router import Router, running
 from tests.integration.test_layerwise import ONE, ask, callbacks, probes
-from tests.integration.test_proxy_answers import PROMPT
+from tests.integration.test_proxy_answers import PROMPT, completion
+from tests.plain_http import PLAIN
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -139,6 +141,34 @@ async def test_a_repeated_callback_starts_no_second_prefill() -> None:
         await router.settled()
         assert probes(router) == 1 and callbacks(router, "repeated") == 1
         await client.aclose()
+
+
+BODY_BYTES = 600
+FULL = {"connections": {"max_connections": 2}, "memory": {"max_held_bytes": 2 * BODY_BYTES + 100}}
+
+
+@pytest.mark.parametrize("full", FULL)
+async def test_a_callback_is_taken_while_clients_use_all_connections_or_all_memory(full: str) -> None:
+    """A decode worker does not look at the status, so each of these clients would wait for its timeout."""
+
+    def narrow(config: Config) -> Config:
+        return config.model_copy(update={"limits": config.limits.model_copy(update=FULL[full])})
+
+    async with running(ONE, adjust=narrow) as router, httpx.AsyncClient(base_url=router.url, **PLAIN) as worker:
+
+        async def called_back(request: httpx.Request) -> httpx.Response:
+            await until(lambda: router.app.services.exchanges == 2)
+            reply = await worker.post(request.url.path, content=request.content.ljust(BODY_BYTES))
+            assert reply.status_code == 200, reply.text
+            return reply
+
+        router.cluster.route_metaserver(httpx.AsyncClient(transport=httpx.MockTransport(called_back)))
+        body = orjson.dumps(completion()).ljust(BODY_BYTES)
+        headers = {"Content-Type": "application/json"}
+        asked = [router.client.post("/v1/completions", content=body, headers=headers) for _ in range(2)]
+        texts = [reply.json()["choices"][0]["text"] for reply in await asyncio.gather(*asked)]
+        assert texts == [decode(continuation(PROMPT, 12))] * 2
+        await router.settled()
 
 
 async def test_without_the_layerwise_connector_there_is_no_metaserver() -> None:

@@ -5,8 +5,9 @@ deadlines are kept to within `period_s`.
 
 **Places.** Above `max_connections` the connection that has waited longest without a complete request is closed, so slow
 or silent clients keep no other out. If all are busy, the new one gets 503, except for GET and HEAD, so that an operator
-and a liveness probe still reach the router; `RESERVE` above the limit, new connections are closed unread. Connections
-and bytes are counted with those of all other relays on this machine.
+and a liveness probe still reach the router, and requests that always have room (`Request.has_room`); `RESERVE` above
+the limit, new connections are closed unread. Connections and bytes are counted with those of all other relays on this
+machine.
 
 **Unread answers.** What a client has not read of an answer stays in memory. The limit on stalled clients does not bound
 it: at 512 bytes/s an answer of 64 MB is read for a day and a half. So while all of it is above `max_held_bytes`, relays

@@ -62,7 +62,8 @@ class Request:
     Attributes: `path`: decoded, without its query. `headers`: names in lower case. `length`: of the body; None:
     chunked. `body_limit_bytes`: the route's bound below the general one. `peer`, `local`: the connection's two
     addresses, host and port. `scheme`: http or https. `holder`: the client whose share of the memory for bodies it
-    takes; empty: the peer. `refusal_headers`: of the edge's own refusal, if ASGI serves the route.
+    takes; empty: the peer. `refusal_headers`: of the edge's own refusal, if ASGI serves the route. `has_room`: it is
+    served also where there is no place or room for another one.
     """
 
     __slots__ = (
@@ -70,6 +71,7 @@ class Request:
         "body_limit_bytes",
         "complete",
         "expects_continue",
+        "has_room",
         "headers",
         "holder",
         "http_1_0",
@@ -99,6 +101,7 @@ class Request:
         self.local: tuple[str, int] | None = None
         self.scheme = "http"
         self.holder = ""
+        self.has_room = False
         self.refusal_headers: Headers = ()
 
     def header(self, name: bytes) -> bytes | None:

@@ -300,7 +300,8 @@ class ClientProtocol(asyncio.Protocol):
             handler = AsgiHandler(edge.site, edge.app_state, request, response, self._send_continue)
         turn = self._turn = Turn(edge, request, response, handler, hot=route is not None)
         edge.site.gate(request)
-        edge.check_place(self, request.method)
+        if not request.has_room:
+            edge.check_place(self, request.method)
         handler.check()
         length, limit = request.length, edge.limits.max_body_bytes
         if request.body_limit_bytes is not None:

@@ -67,9 +67,11 @@ class Turn:
         body = self.body
         assert body is not None
         if not body.complete:
-            self._edge.check_incoming_bytes(self._holder)
+            if not self.request.has_room:
+                self._edge.check_incoming_bytes(self._holder)
             return False
-        self._edge.check_held_bytes(self._holder)
+        if not self.request.has_room:
+            self._edge.check_held_bytes(self._holder)
         self._serve(body.whole())
         return True
 
