@@ -85,7 +85,8 @@ where c is known, a slower worker keeps its slots free while the smallest reques
 than `most_rise` = 3 times its Nth part. Where c is not known but prompts are alike (`ALIKE`) there are no small ones,
 and it does the same. There, what no load changes may take as long as `STEADY_TOKENS`; and the envelope comes down only
 if all k slower workers serve one request less. So the load may rise by k Nth parts of both together, if that is more.
-A worker counts as slower only beside faster ones of its own barrier group: no others wait for it.
+A worker counts as slower only beside its own barrier group, as no others wait for it, and only if it is slower than the
+median there: where most are slower than a few, to leave slots of most free loses more than longer steps do.
 
 *Large pools.* Where more wait than there are slots, whatever the last of them are chosen for, they wait longer than the
 mean answer takes; and so many are not needed to find one that fits. So a decision chooses among as many as there are
@@ -141,33 +142,34 @@ def cost(spec: WorkerSpec, prompt_tokens: float) -> float:
 class SlowerWorkers:
     """When a slower worker keeps its slots free (see above). O(G) to make.
 
-    Attributes: `matter`, whether one ever does. None does where all of its barrier group are equally fast, no worker
-    waits for another, or small prompts keep it level.
+    Attributes: `matter`, whether one ever does. None does where no worker is slower than the median of its barrier
+    group, no worker waits for another, or small prompts keep it level.
     """
 
     def __init__(self, snapshot: ClusterSnapshot, rules: FitRules) -> None:
         means = snapshot.means
         self._most_rise, self._half_answer = rules.most_rise, 0.5 * means.answer_tokens
         self._knows_c = snapshot.request_tokens > 0.0
-        self._fastest: dict[str, float] = {}  # the least slowdown of each barrier group
+        self._usual: dict[str, float] = {}  # the median slowdown of each barrier group
         self._slower, self._running, self.matter = 0, 1, False
-        if rules.most_rise == math.inf or not snapshot.shared_barrier:
+        if snapshot.alike or rules.most_rise == math.inf or not snapshot.shared_barrier:
             return
         if not self._knows_c and means.deviation_tokens >= ALIKE * (means.prompt_tokens + self._half_answer):
             return
+        slowdowns: dict[str, list[float]] = {}
         for worker in snapshot.up:
-            group, slowdown = worker.spec.barrier_group, worker.spec.slowdown
-            self._fastest[group] = min(slowdown, self._fastest.get(group, slowdown))
-        if len(self._fastest) > 1:
-            self._fastest.pop("", None)  # beside named groups a worker without one steps alone
+            slowdowns.setdefault(worker.spec.barrier_group, []).append(worker.spec.slowdown)
+        if len(slowdowns) > 1:
+            slowdowns.pop("", None)  # beside named groups a worker without one steps alone
+        self._usual = {group: sorted(members)[(len(members) - 1) // 2] for group, members in slowdowns.items()}
         self._slower = sum([self._delays_others(worker.spec) for worker in snapshot.up])
         if self._slower:
             self.matter = True
             self._running = max(1, sum([w.occupied for w in snapshot.workers if w.state is not DOWN]))
 
     def _delays_others(self, spec: WorkerSpec) -> bool:
-        """Whether a faster worker that is up waits for this one."""
-        return spec.slowdown > self._fastest.get(spec.barrier_group, spec.slowdown)
+        """Whether faster workers that are up wait for this one, at least as many as do not."""
+        return spec.slowdown > self._usual.get(spec.barrier_group, spec.slowdown)
 
     def may_take(self, spec: WorkerSpec, load: float, prompt_tokens: float, envelope: float) -> bool:
         """Whether a prompt may go to a worker of this load, where the largest load is `envelope`."""

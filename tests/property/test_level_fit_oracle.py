@@ -12,6 +12,7 @@ import copy
 import math
 from dataclasses import dataclass, field
 from random import Random
+from statistics import median_low
 from typing import Any
 
 import pytest
@@ -197,11 +198,13 @@ class Oracle:
         return load > limit
 
     def slower(self) -> list[Place]:
-        """Workers for which a faster one of their group waits; beside named groups one without a group is alone."""
+        """Workers slower than the median of their group; beside named groups one without a group is alone."""
         up = [each for each in self.places if each.state == "up"]
         alone = "" if any(each.group for each in up) else None
-        fastest = {group: min(each.slowdown for each in up if each.group == group) for group in {e.group for e in up}}
-        return [each for each in up if each.group != alone and each.slowdown > fastest[each.group]]
+        usual = {
+            group: median_low(each.slowdown for each in up if each.group == group) for group in {e.group for e in up}
+        }
+        return [each for each in up if each.group != alone and each.slowdown > usual[each.group]]
 
     # -- the choices
 

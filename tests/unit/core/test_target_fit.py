@@ -850,3 +850,12 @@ def test_a_slower_worker_keeps_slots_free_only_beside_faster_ones_of_its_barrier
     read, _ = snapshot_from_dict(snapshot_to_dict(scheduler.snapshot, 0.0), horizon_steps=0)
     assert bool(list(scheduler.policy.decide(read, 0.0))) is taken, "a recorded decision is the same again"
     assert bool(admitted(scheduler)) is taken
+
+
+@pytest.mark.parametrize("slowdowns", [[0.5, 1.0, 1.0, 1.0], [0.5, 0.5, 1.0, 1.0]])
+def test_most_workers_are_filled_even_where_a_few_are_faster(slowdowns: list[float]) -> None:
+    """One fast worker of four does not keep the slots of the three others free, however long their steps; two do."""
+    scheduler = a_scheduler("level_fit", workers=4, slots=8, slowdowns=slowdowns, request_tokens=30_000, hold_s=0.0)
+    hold(scheduler, [[3_000] * (8 if slowdown == 0.5 else 4) for slowdown in slowdowns])
+    pool_all(scheduler, {"next": 3_000})
+    assert bool(admitted(scheduler)) is (slowdowns.count(1.0) > 2)
