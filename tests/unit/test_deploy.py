@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -248,14 +249,16 @@ def test_the_systemd_unit_allows_numpys_memory_calls_and_denies_others_with_eper
     assert "SystemCallErrorNumber=EPERM" in lines
 
 
-def test_relays_accept_the_run_folder_of_the_systemd_unit(tmp_path: Path) -> None:
+def test_relays_accept_the_run_folder_of_the_systemd_unit() -> None:
     unit = (ROOT / "deploy" / "balanceroute.service").read_text()
     (made,) = re.findall(r"^RuntimeDirectory=(\S+)$", unit, re.MULTILINE)
     assert "DynamicUser=yes" in unit and "RuntimeDirectoryPreserve=restart" in unit
-    (tmp_path / "private" / made).mkdir(parents=True)
-    (tmp_path / made).symlink_to(Path("private", made))  # of a dynamic user's folder that outlives a run
     (run_folder,) = re.findall(r"BALANCEROUTE_LISTEN__RUN_FOLDER=(\S+)", unit)
-    RunFolder(Path(run_folder.replace("%t", str(tmp_path)))).make()
+    with TemporaryDirectory(prefix="run-") as folder:  # as short as /run: the path of a socket has 107 bytes at most
+        runtime = Path(folder)
+        (runtime / "private" / made).mkdir(parents=True)
+        (runtime / made).symlink_to(Path("private", made))  # of a dynamic user's folder that outlives a run
+        RunFolder(Path(run_folder.replace("%t", folder))).make()
 
 
 def test_systemd_does_not_repeat_a_start_that_the_configuration_prevents() -> None:
