@@ -168,7 +168,7 @@ class SlowerWorkers:
             self._running = max(1, sum([w.occupied for w in snapshot.workers if w.state is not DOWN]))
 
     def _delays_others(self, spec: WorkerSpec) -> bool:
-        """Whether faster workers that are up wait for this one, at least as many as do not."""
+        """Whether it is slower than the median of its group, which then waits for it."""
         return spec.slowdown > self._usual.get(spec.barrier_group, spec.slowdown)
 
     def may_take(self, spec: WorkerSpec, load: float, prompt_tokens: float, envelope: float) -> bool:

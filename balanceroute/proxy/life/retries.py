@@ -328,7 +328,6 @@ class Retries:
 
     def note_waiting(self) -> None:
         """Note that it waits for another decode worker: another choice of the same request may go."""
-        self._refusals.pop("prefill", None)  # decode first, the next worker asks for another one
         self.left_worker()
         if self._choices is not None:
             self._choices.back(self)
