@@ -165,6 +165,8 @@ async def a_router(
             await until(lambda: len(router.relays) >= relays or running.poll() is not None)
             assert running.poll() is None, log.read_text()
             await router.get("/ready")
+            leads = relays and "--take-over" not in flags and not any("listen.brains=" in flag for flag in flags)
+            await until(lambda: router.brains or not leads)  # it answers before it says that it listens
             yield router
 
 

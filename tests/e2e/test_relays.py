@@ -217,12 +217,16 @@ def test_a_brain_that_dies_during_a_drain_is_back_and_drains_as_well(cluster: Cl
         async with a_router(cluster, tmp_path, *PATIENT) as router:
             begun = streams(router, RANKS * SLOTS, 4 * LONG)  # a busy machine may need seconds to see that they run
             await all_under_way(router, begun)
+
+            async def drains() -> bool:
+                return bool((await router.state())["draining"])
+
             with cluster.standing_still():
                 router.running.send_signal(signal.SIGTERM)
                 await until(lambda: len(router.logged("draining")) == 4)  # one of each process
                 os.kill(router.brains[-1], signal.SIGKILL)
                 await until(lambda: router.logged("brain found", epoch=2))  # by each relay that has streams
-                assert (await router.state())["draining"]
+                await until(drains)
             assert await all_end(begun) == len(begun)
             await until(lambda: router.running.poll() is not None)
             assert router.running.returncode == 0 and len(router.brains) == 2
@@ -330,8 +334,11 @@ def test_a_lost_run_folder_is_recreated_and_streams_go_on(cluster: Cluster, tmp_
                 return int(found[-1]["epoch"]) if found else 0
 
             for led in (1, 2, 3):  # relays have seen an epoch that the folder has lost
-                os.kill(router.brains[-1], signal.SIGKILL)
-                await until(lambda: all(found_last(name) > led for name in router.relays))  # noqa: B023
+                before = router.brains[-1]
+                os.kill(before, signal.SIGKILL)
+                await until(  # relays find a brain before it says that it listens
+                    lambda: router.brains[-1] != before and all(found_last(name) > led for name in router.relays)  # noqa: B023
+                )
 
             begun = streams(router, RANKS * SLOTS)
             await all_under_way(router, begun)
