@@ -178,7 +178,7 @@ async def test_key_use_without_a_brain_is_reported_to_the_next_brain(tmp_path: P
     async with relayed(FAST, apart=True, auth=auth) as router:
         one, other = (relay.app.services for relay in router.relays)
         (ours,), (theirs,) = one.perimeter.keys or (), other.perimeter.keys or ()
-        theirs.used_elsewhere("relay-0", KeyUse("a", 5, 0, 0), 0.0)  # in flight, says the brain that is there
+        other.keys_elsewhere("relay-0", (KeyUse("a", 5, 0, 0),))  # in flight, says the brain that is there
         router.brain.end()
         await until(lambda: one.membership.member is None and other.membership.member is None)
         for _ in range(9):

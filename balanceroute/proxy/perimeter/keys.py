@@ -100,7 +100,7 @@ class ClientKey:
     """One key: its entry in the file, and its use.
 
     `in_flight`: requests of this process. `elsewhere`: requests that other processes report; relays on this machine
-    write theirs to the key's shared `row`.
+    write theirs to the key's shared `row`. `used`: the keys with a use to report, of all keys of the file.
     """
 
     __slots__ = (
@@ -114,9 +114,11 @@ class ClientKey:
         "entry",
         "in_flight",
         "row",
+        "used",
     )
 
-    def __init__(self, entry: KeyEntry, row: Row | None = None) -> None:
+    def __init__(self, entry: KeyEntry, row: Row | None, used: "dict[ClientKey, None]") -> None:
+        self.used = used
         self.in_flight = self.elsewhere = 0
         self.row = row_alone() if row is None else row
         self._elsewhere: dict[str, int] = {}  # by process
@@ -153,6 +155,7 @@ class ClientKey:
             raise
         self.in_flight += 1
         self._untold_requests += 1
+        self.used[self] = None
 
     def _check(self, now: float) -> None:
         """Charge a request that is counted as in flight. Raises: KeyLimit: it uses nothing."""
@@ -203,25 +206,37 @@ class ClientKey:
 
 
 class ClientKeys:
-    """The keys of the file, which contains only their hashes."""
+    """The keys of the file, which contains only their hashes.
+
+    Relays report several times per second, and there may be 100,000 keys: that takes no look at keys that nobody uses.
+    """
 
     def __init__(self, entries: Iterable[KeyEntry], relay_rows: RelayRows | None = None) -> None:
         """`relay_rows`: of the key table of this machine's relays; None: there are no other relays."""
         entries = tuple(entries)
         rows = {} if relay_rows is None else relay_rows.rows([entry.name for entry in entries])
-        keys = [ClientKey(entry, rows.get(entry.name)) for entry in entries]
+        self._used: dict[ClientKey, None] = {}
+        keys = [ClientKey(entry, rows.get(entry.name), self._used) for entry in entries]
         self._by_digest = {key.digest: key for key in keys}
+        self._by_name = {key.name: key for key in keys}
+        self._used_elsewhere: dict[str, list[ClientKey]] = {}  # by process: what it has told last
 
     def __iter__(self) -> Iterator[ClientKey]:
         return iter(self._by_digest.values())
 
     def inherit(self, before: "ClientKeys") -> None:
         """Take over the use of the former keys of the same names."""
-        known = {key.name: key for key in before}
+        self._used_elsewhere = before._used_elsewhere
         for digest, key in self._by_digest.items():
-            if key.name in known:
-                known[key.name].change(key.entry)
-                self._by_digest[digest] = known[key.name]
+            known = before._by_name.get(key.name)
+            if known is None:
+                continue
+            known.change(key.entry)
+            if known in known.used:
+                self._used[known] = None
+            known.used = self._used
+            self._by_digest[digest] = self._by_name[key.name] = known
+        before._used.clear()  # it and keys that were removed refer to each other
 
     def apply_limits(self, now: float) -> None:
         """Change all rows to the limits of the file now.
@@ -235,18 +250,32 @@ class ClientKeys:
 
     def uses(self) -> tuple[KeyUse, ...]:
         """The use of all keys to report to other processes."""
-        return tuple(use for key in self if (use := key.use()) is not None)
+        told = []
+        for key in list(self._used):
+            use = key.use()
+            if use is None:
+                del self._used[key]
+            else:
+                told.append(use)
+        return tuple(told)
 
     def used_elsewhere(self, process: str, uses: Iterable[KeyUse], now: float) -> None:
         """Take another process's use of all keys."""
-        by_name = {use.name: use for use in uses}
-        for key in self:
-            key.used_elsewhere(process, by_name.get(key.name), now)
+        told = {use.name: use for use in uses if use.name in self._by_name}
+        for key in self._used_elsewhere.pop(process, ()):
+            if key.name not in told:
+                key.used_elsewhere(process, None, now)
+        for name, use in told.items():
+            self._by_name[name].used_elsewhere(process, use, now)
+        if told:
+            self._used_elsewhere[process] = [self._by_name[name] for name in told]
 
     def forget_elsewhere(self) -> None:
         """Forget the requests in flight of other processes: each reports them again."""
-        for key in self:
-            key.forget_elsewhere()
+        for keys in self._used_elsewhere.values():
+            for key in keys:
+                key.forget_elsewhere()
+        self._used_elsewhere.clear()
 
     def of(self, headers: Headers) -> ClientKey:
         """The key in the headers, as `Authorization: Bearer KEY` or `x-api-key: KEY`.

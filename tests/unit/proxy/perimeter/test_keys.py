@@ -204,6 +204,52 @@ def test_reported_use_of_a_key_is_not_reported_again() -> None:
     assert keys.uses() == ()
 
 
+def test_a_report_takes_no_look_at_keys_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relays report several times per second: with 100,000 keys each report stopped the event loop for 0.17 s."""
+    made, make = [], KeyUse.__init__
+
+    def noting(use: KeyUse, name: str, *counts: int) -> None:
+        made.append(name)
+        make(use, name, *counts)
+
+    keys = ClientKeys([entry(f"k{number}", f"{number}") for number in range(1000)])
+    monkeypatch.setattr(KeyUse, "__init__", noting)
+    keys.of(bearer("7")).enter(0.0)
+    assert [use.name for use in keys.uses()] == made == ["k7"]
+    keys.of(bearer("7")).leave(0.0)
+    for _ in range(3):
+        keys.uses()
+    assert made == ["k7"] * 2
+
+
+def test_a_reload_reports_what_is_in_flight_and_forgets_nothing_of_other_processes() -> None:
+    before = ClientKeys([entry("a", "one"), entry("b", "two"), entry("gone", "three")])
+    for key in before:
+        key.enter(0.0)
+    before.used_elsewhere("there", [KeyUse("a", 3, 0, 0), KeyUse("gone", 3, 0, 0), KeyUse("unknown", 3, 0, 0)], 0.0)
+    after = ClientKeys([entry("b", "two"), entry("a", "rotated"), entry("new", "four")])
+    after.inherit(before)
+    assert sorted((use.name, use.in_flight, use.requests) for use in after.uses()) == [("a", 1, 1), ("b", 1, 1)]
+    for secret in ("two", "four"):
+        after.of(bearer(secret)).enter(0.0)
+    told = sorted((use.name, use.in_flight, use.requests) for use in after.uses())
+    assert told == [("a", 1, 0), ("b", 2, 1), ("new", 1, 1)]
+    assert after.of(bearer("rotated")).elsewhere == 3
+    after.used_elsewhere("there", (), 1.0)
+    assert after.of(bearer("rotated")).elsewhere == 0
+
+
+def test_requests_of_other_processes_are_forgotten_together() -> None:
+    keys = ClientKeys([entry("a", "one")])
+    for process in ("there", "elsewhere"):
+        keys.used_elsewhere(process, [KeyUse("a", 2, 0, 0)], 0.0)
+    assert keys.of(bearer("one")).elsewhere == 4
+    keys.forget_elsewhere()
+    assert keys.of(bearer("one")).elsewhere == 0
+    keys.used_elsewhere("there", [KeyUse("a", 1, 0, 0)], 1.0)
+    assert keys.of(bearer("one")).elsewhere == 1
+
+
 def at_one_table(relays: int, *entries: KeyEntry) -> tuple[KeyTable, list[ClientKey]]:
     """The table, and the key of the first entry at each relay."""
     table = KeyTable(relays, slots=4)
