@@ -127,6 +127,7 @@ def run_relay(
     app = create_relay_app(configured, folder, setup.name, lock, setup.again)
 
     async def on_reload() -> None:
+        await configured.fetch()
         follow()
         reload_relay(app.services, configured.config, configured.perimeter)
 
@@ -322,9 +323,9 @@ def build_relay(
 
 
 def reload_relay(services: RelayServices, new: Config, perimeter: Perimeter) -> None:
-    """Switch a relay to another configuration. `perimeter`: made from the files that it names."""
-    if services.perimeter.relay_rows is not None:
-        perimeter.share_keys(services.perimeter.relay_rows)
+    """Switch a relay to another configuration. `perimeter`: made from the files that it names, with the relay's rows of
+    the key table.
+    """
     perimeter.inherit(services.perimeter)
     perimeter.apply_limits(services.loop.time())
     services.perimeter = perimeter

@@ -9,9 +9,11 @@ a user's policy: that may take seconds, in which the parent would not watch its 
 Certificates are the exception: they are renewed without a signal (`perimeter/tls.py`).
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from balanceroute.config import Config
+from balanceroute.config.patience import off_the_loop
 from balanceroute.plugins import learn_policy
 from balanceroute.proxy.ops.reload_checks import check_fixed
 from balanceroute.proxy.parent.shared_config import ConfigWithKeys, SharedConfig
@@ -61,9 +63,15 @@ class Configured:
         """
         learn_policy(self.shared.get().config.routing.policy)
 
+    async def fetch(self) -> None:
+        """Read the accepted configuration off the loop, for `follow`: with thousands of keys that takes a while."""
+        with suppress(RuntimeError):  # no thread is to be had
+            await off_the_loop(self.shared.get)
+
     def follow(self) -> None:
         """Use the accepted configuration."""
         accepted = self.shared.get()
         self.tls.follow(accepted.config)
-        self.config, self.perimeter = accepted.config, Perimeter(accepted.config, entries=accepted.keys)
+        self.config = accepted.config
+        self.perimeter = Perimeter(accepted.config, accepted.keys, self.perimeter.relay_rows)
         self.number = accepted.number

@@ -31,6 +31,7 @@ class SharedConfig:
         self._most_bytes = most_bytes
         self._numbers = memoryview(mmap.mmap(-1, 24)).cast("q")  # the number of acceptances; the bytes in each place
         self._places = [mmap.mmap(-1, most_bytes) for _ in range(2)]
+        self._read: ConfigWithKeys | None = None  # by this process
 
     def propose(self, config: ConfigWithKeys) -> None:
         """Write a configuration for `accept`. Raises: ConfigError: it is too large."""
@@ -48,12 +49,15 @@ class SharedConfig:
         self._numbers[0] += 1
 
     def get(self) -> ConfigWithKeys:
-        """The configuration that was accepted last."""
+        """The configuration that was accepted last. This process reads each once."""
         while True:
-            number = self._numbers[0]
+            number, read = self._numbers[0], self._read
+            if read is not None and read.number == number:
+                return read
             place = number % 2
             content = self._places[place][: self._numbers[1 + place]]
             if self._numbers[0] == number:
                 found = pickle.loads(content)
                 assert isinstance(found, ConfigWithKeys)
+                self._read = found
                 return found

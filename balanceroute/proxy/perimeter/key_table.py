@@ -14,7 +14,8 @@ import mmap
 import os
 import struct
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Final
 
 from balanceroute.errors import ConfigError
@@ -34,6 +35,13 @@ _HEADER: Final = 4  # numbers before the digests
 Memory = mmap.mmap | bytearray
 
 _put: Final = struct.Struct("d").pack_into
+_Reader = Callable[[Memory, int], tuple[float, ...]]
+
+
+@cache  # to make them takes longer than all else of a row
+def _readers(relays: int) -> tuple[_Reader, _Reader]:
+    """Read the numbers of all relays: of one field, and of the four of a rate."""
+    return struct.Struct(f"{relays}d").unpack_from, struct.Struct(f"{4 * relays}d").unpack_from
 
 
 class Row:
@@ -47,8 +55,7 @@ class Row:
 
     def __init__(self, memory: Memory, start: int, relays: int, place: int) -> None:
         self._memory, self._start, self.relays, self._place = memory, start, relays, place
-        self._all = struct.Struct(f"{relays}d").unpack_from
-        self._rate = struct.Struct(f"{4 * relays}d").unpack_from
+        self._all, self._rate = _readers(relays)
         self._own: list[float] = [self.all(field)[place] for field in range(FIELDS)]  # only this relay writes them
 
     def own(self, field: int) -> float:

@@ -26,16 +26,18 @@ class Perimeter:
 
     __slots__ = ("admin", "admin_port", "keys", "pages", "public_metrics", "relay_rows", "_worker_authorization")
 
-    def __init__(self, config: Config, entries: Iterable[KeyEntry] | None = None) -> None:
+    def __init__(
+        self, config: Config, entries: Iterable[KeyEntry] | None = None, relay_rows: RelayRows | None = None
+    ) -> None:
         """`entries`: the contents of the key file, read by another process; None: the file is read here.
 
         Raises: ConfigError: the file of keys is wrong.
         """
         auth = config.auth
-        self.relay_rows: RelayRows | None = None
+        self.relay_rows = relay_rows
         self.keys: ClientKeys | None = None
         if auth.client_keys is not None:
-            self.keys = ClientKeys(_entries(auth.client_keys) if entries is None else entries)
+            self.keys = ClientKeys(_entries(auth.client_keys) if entries is None else entries, relay_rows)
         token = auth.admin_token
         self.admin = AdminGate(None if token is None else token.get_secret_value())
         self.pages = Pages(auth.allowed_origins)

@@ -1,6 +1,8 @@
 """A configuration with what its files held: a file that is wrong by now changes nothing of it."""
 
+import asyncio
 import os
+import threading
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -11,6 +13,8 @@ import trustme
 from balanceroute.core.policies import POLICIES
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.parent.configured import Configured
+from balanceroute.proxy.parent.shared_config import ConfigWithKeys
+from balanceroute.proxy.perimeter.key_table import KeyTable, RelayRows
 from tests.unit.proxy.virtual_time import a_config
 
 
@@ -84,6 +88,43 @@ def test_a_process_with_the_agreed_configuration_knows_its_own_policy_class(
     configured.learn()
     configured.follow()
     assert POLICIES.pop(name, None) is not None and configured.config.routing.policy == name
+
+
+def test_a_relay_that_follows_makes_its_keys_once_in_its_rows_of_the_shared_table(tmp_path: Path) -> None:
+    """To make 20,000 keys twice, once of them without the table, stopped each relay for half a second."""
+    file, table = tmp_path / "keys.yaml", KeyTable(1, slots=4)
+    configured = Configured.read(a_config(auth={"client_keys": keys(file, "a")}))
+    table.name(["a", "b"])
+    relay_rows = RelayRows(table, 0)
+    configured.perimeter.share_keys(relay_rows)
+    keys(file, "b")
+    configured.propose(configured.config)
+    configured.accept()
+    (key,) = configured.perimeter.keys or ()
+    assert configured.perimeter.relay_rows is relay_rows and key.row is relay_rows.rows(["b"])["b"]
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_configuration_is_fetched_off_the_loop_where_there_is_a_thread_for_that(
+    threads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configured, readers = Configured.read(a_config(limits={"max_choices": 3})), []
+    get = configured.shared.get
+
+    def noting() -> ConfigWithKeys:
+        readers.append(threading.current_thread())
+        return get()
+
+    def refusing(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(configured.shared, "get", noting)
+    if not threads:
+        monkeypatch.setattr(threading.Thread, "start", refusing)
+    asyncio.run(configured.fetch())
+    assert len(readers) == threads and threading.current_thread() not in readers
+    configured.follow()
+    assert configured.config.limits.max_choices == 3
 
 
 def test_a_follower_without_a_reload_uses_the_configuration_of_the_start() -> None:

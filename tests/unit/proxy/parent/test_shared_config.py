@@ -48,6 +48,15 @@ def test_the_last_configuration_is_in_force_in_other_processes() -> None:
     os.close(writable)
 
 
+def test_a_process_reads_each_configuration_once() -> None:
+    shared = SharedConfig()
+    put(shared, a_config())
+    before = shared.get()
+    assert shared.get() is before
+    put(shared, a_config())
+    assert shared.get() is shared.get() is not before
+
+
 def test_one_that_is_too_large_is_refused_and_the_last_one_stays() -> None:
     shared = SharedConfig(10_000)
     before = put(shared, a_config())
