@@ -4,6 +4,7 @@ from pathlib import Path
 
 from balanceroute.experiments import figures, methods, paper
 from balanceroute.experiments.jobs import Job, Results
+from balanceroute.experiments.scaling import job_of
 from balanceroute.experiments.scope import Scope, Section
 from balanceroute.experiments.tables import Table, ratio
 
@@ -11,15 +12,9 @@ SWEPT = ((1.0, 0.9), (24.0, 0.9), (48.0, 0.9), (96.0, 0.9), (48.0, 0.5), (48.0, 
 DEPLOYED = ((43.0, 0.86), (14.67, 0.64))
 
 
-def job_of(scope: Scope, beta: float, gamma: float, width: int) -> Job:
+def point_job(scope: Scope, beta: float, gamma: float, width: int) -> Job:
     """BR-H with an oracle at one operating point."""
-    workload = scope.workload(scope.sources[0], rows=scope.rows_at(width))
-    return Job(workload, methods.at_point(beta, gamma), width, panel=True)
-
-
-def baseline_of(scope: Scope, width: int) -> Job:
-    """JSQ on the same trace."""
-    return Job(scope.workload(scope.sources[0], rows=scope.rows_at(width)), methods.JSQ, width, panel=True)
+    return job_of(scope, methods.at_point(beta, gamma), width)
 
 
 def plan(scope: Scope) -> list[Job]:
@@ -28,8 +23,8 @@ def plan(scope: Scope) -> list[Job]:
         job
         for width in scope.sensitivity_widths
         for job in (
-            baseline_of(scope, width),
-            *(job_of(scope, beta, gamma, width) for beta, gamma in SWEPT + DEPLOYED),
+            job_of(scope, methods.JSQ, width),
+            *(point_job(scope, beta, gamma, width) for beta, gamma in SWEPT + DEPLOYED),
         )
     ]
 
@@ -49,7 +44,7 @@ def theirs_at(scope: Scope) -> dict[int, dict[tuple[float, float], float]]:
 
 def width_table(scope: Scope, results: Results, width: int) -> Table:
     """Every point at one width."""
-    base = results[baseline_of(scope, width)].figures
+    base = results[job_of(scope, methods.JSQ, width)].figures
     printed = {} if scope.trace else paper.SENSITIVITY.get(width, {})
     jsq = paper.SCALING.get(width, {}).get("join_shortest_queue")
     table = Table(
@@ -58,7 +53,7 @@ def width_table(scope: Scope, results: Results, width: int) -> Table:
         digits={"vs JSQ": 1, "paper": 1, "TPOT p95 ms": 1, "balance": 3},
     )
     for beta, gamma in SWEPT + DEPLOYED:
-        ours, theirs = results[job_of(scope, beta, gamma, width)].figures, printed.get((beta, gamma))
+        ours, theirs = results[point_job(scope, beta, gamma, width)].figures, printed.get((beta, gamma))
         table.add(
             f"({beta:g}, {gamma:g})" + (" *" if (beta, gamma) in DEPLOYED else ""),
             ours.load_spread_mean,
@@ -88,7 +83,7 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
         if not scope.trace:
             section.text(paper.verdict_on(table))
     points = {
-        width: {point: results[job_of(scope, *point, width)].figures.load_spread_mean for point in SWEPT + DEPLOYED}
+        width: {point: results[point_job(scope, *point, width)].figures.load_spread_mean for point in SWEPT + DEPLOYED}
         for width in scope.sensitivity_widths
     }
     name = scope.workload(scope.sources[0]).name
@@ -96,7 +91,7 @@ def report(scope: Scope, results: Results, out: Path) -> Section:
     section.figure(figure, "Load spread by beta and gamma, one panel per number of workers")
     for width in scope.sensitivity_widths:
         panels = [
-            (f"beta {beta:g}, gamma {gamma:g}", results[job_of(scope, beta, gamma, width)].panel)
+            (f"beta {beta:g}, gamma {gamma:g}", results[point_job(scope, beta, gamma, width)].panel)
             for beta, gamma in SWEPT + DEPLOYED
         ]
         figure = figures.load_panels(panels, f"{name}, G = {width}, BR-H oracle", out / f"loads_sensitivity_g{width}")
