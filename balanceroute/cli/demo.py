@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from balanceroute.core.bounds import MOST_SLOTS
 from balanceroute.core.knobs import DEFAULTS
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def demo(
     load: Annotated[
         float, typer.Option(min=0.05, max=2, help="Offered load; 1 is what perfect balance carries.")
     ] = 1.15,
-    slots: Annotated[int, typer.Option(min=1, max=65_536, help="Slots of each of the 8 decode ranks.")] = 32,
+    slots: Annotated[int, typer.Option(min=1, max=MOST_SLOTS, help="Slots of each of the 8 decode ranks.")] = 32,
     against: Annotated[str, typer.Option(help="The policy that is compared with.")] = "join_shortest_queue",
     policy: Annotated[
         list[str] | None, typer.Option(help="A policy that is shown; repeatable. br_0, br_h and level_fit if left out.")

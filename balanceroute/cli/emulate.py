@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from balanceroute.core.bounds import MOST_SLOTS
 from balanceroute.core.knobs import DAY_S, DEFAULTS
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def emulate(
     base_port: Annotated[
         int, typer.Option(min=1, max=65_000, help="First prefiller's port; decode ranks start 100 above.")
     ] = 9000,
-    max_num_seqs: Annotated[int, typer.Option(min=1, max=65_536, help="Slots of a decode rank (B).")] = 64,
+    max_num_seqs: Annotated[int, typer.Option(min=1, max=MOST_SLOTS, help="Slots of a decode rank (B).")] = 64,
     write_config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a configuration that `serve` takes as it is.")
     ] = None,

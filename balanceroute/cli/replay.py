@@ -184,8 +184,8 @@ def replay(
 
 def parse_overlap(text: str | None, engine_balancer: bool) -> int | None:
     """The number, or None for `auto`, which an engine's balancer is not modelled with. Raises: InputError."""
+    from balanceroute.core.bounds import MOST_OVERLAP
     from balanceroute.errors import InputError
-    from balanceroute.simulator.setting import MOST_OVERLAP
 
     if text is None and engine_balancer:
         return 0

@@ -1,4 +1,5 @@
-"""`check_number` and `check_flag`: a library user's values are checked where they enter, and nowhere else.
+"""Bounds of numbers, and `check_number` and `check_flag`: a library user's values are checked where they enter, and
+nowhere else.
 
 NaN is refused everywhere: no comparison holds for it, so a bound of NaN would never be reached, silently.
 """
@@ -6,6 +7,12 @@ NaN is refused everywhere: no comparison holds for it, so a bound of NaN would n
 import math
 
 from balanceroute.errors import InputError
+
+# beyond any cluster: the configuration, the simulator and the commands refuse larger numbers as mistyped
+MOST_SLOTS = 65_536
+MOST_OVERLAP = 65_536
+MOST_REQUEST_TOKENS = 10_000_000
+MOST_SLOWDOWN = 100
 
 
 def check_number(

@@ -14,10 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from balanceroute.core.bounds import check_number
+from balanceroute.core.bounds import MOST_SLOWDOWN, check_number
 from balanceroute.errors import InputError
-
-MOST_SLOWDOWN = 100  # as in the configuration
 
 
 class Role(StrEnum):

@@ -3,20 +3,26 @@
 from dataclasses import dataclass, fields, replace
 
 from balanceroute.arrays import plain
-from balanceroute.core.bounds import check_flag, check_number
+from balanceroute.core.bounds import (
+    MOST_OVERLAP,
+    MOST_REQUEST_TOKENS,
+    MOST_SLOTS,
+    MOST_SLOWDOWN,
+    check_flag,
+    check_number,
+)
 from balanceroute.core.prefill import PREFILL_POLICIES
-from balanceroute.core.types import MOST_SLOWDOWN
 from balanceroute.errors import InputError
 from balanceroute.traces import ReferenceSetting, Trace, ideal_capacity
 
 # the least and the most of each number, far beyond any cluster: a typing error is refused before it fills the memory
 BOUNDS = {
     "n_workers": ("workers", 1, 4096),
-    "slots": ("slots", 1, 65_536),
+    "slots": ("slots", 1, MOST_SLOTS),
     "pool": ("pool", 1, 1_000_000),
     "step_cost_s": ("step cost", 0, 1),
     "step_overhead_s": ("step overhead", 0, 1_000_000),
-    "request_tokens": ("request tokens", 0, 10_000_000),  # as in the configuration
+    "request_tokens": ("request tokens", 0, MOST_REQUEST_TOKENS),
     "prefillers": ("prefillers", 0, 4096),
     "prefill_tokens_per_s": ("prefill rate", 1, 1_000_000_000),
     "prefix_cache_tokens": ("prefix cache", 0, 1_000_000_000),
@@ -30,7 +36,6 @@ FLAGS = {"transfers_beside_full": "transfers beside full", "cost_aware": "cost a
 FRACTIONS = {"step_cost_s", "step_overhead_s", "prefill_tokens_per_s", "draft_acceptance"}
 MOST_BLOCKS = 1_000_000
 MOST_KV_TOKENS = 10**12
-MOST_OVERLAP = 65_536  # as in the configuration
 SHORTEST_STEP_S = 1e-9
 LATEST_FAILURE_S = 1_000_000_000
 LOADS = (0.001, 1000)  # the least and the most of a fraction of ideal capacity

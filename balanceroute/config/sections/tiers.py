@@ -7,6 +7,7 @@ from pydantic import Field
 from balanceroute.config.sections.section import Section
 from balanceroute.config.urls import server_of
 from balanceroute.config.values import Period, PrefillPolicyName, Seconds, Url, WorkerId
+from balanceroute.core.bounds import MOST_OVERLAP, MOST_REQUEST_TOKENS, MOST_SLOTS, MOST_SLOWDOWN
 
 SHARED_BARRIER = "decode"  # the group of all decode workers that name none
 
@@ -45,12 +46,12 @@ class DecodeWorker(Worker):
     """A decode worker, with what may differ between workers of one group."""
 
     max_num_seqs: int | None = Field(
-        None, ge=1, le=65536, description="Decode slots of this worker. Unset: decode.max_num_seqs."
+        None, ge=1, le=MOST_SLOTS, description="Decode slots of this worker. Unset: decode.max_num_seqs."
     )
     slowdown: float = Field(
         1.0,
         gt=0,
-        le=100,
+        le=MOST_SLOWDOWN,
         description="Time per KV token, relative to the others: 1.3 for a worker that takes 1.3 times as long. "
         "`balanceroute steps` finds it.",
     )
@@ -116,11 +117,11 @@ class Decode(Section):
     max_num_seqs: int = Field(
         64,
         ge=1,
-        le=65536,
+        le=MOST_SLOTS,
         description="Decode slots per worker (B). Must be the engine's own --max-num-seqs, per DP rank: above "
         "it requests queue in the engine, below it slots stay empty.",
     )
-    overlap_requests: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = Field(
+    overlap_requests: Annotated[int, Field(ge=0, le=MOST_OVERLAP)] | Literal["auto"] = Field(
         "auto",
         description="Requests that a policy with a pool sends to each worker beyond its slots, so that their KV "
         "moves while others run; a number above its slots counts as so many. `auto`: as many as measured transfers "
@@ -130,7 +131,7 @@ class Decode(Section):
     request_tokens: int = Field(
         0,
         ge=0,
-        le=10_000_000,
+        le=MOST_REQUEST_TOKENS,
         description="c: the step time of a request beyond that of its own KV tokens, in KV tokens. `balanceroute "
         "steps` finds it. It matters if slots are free or differ between workers.",
     )
