@@ -27,7 +27,7 @@ from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.wire.bounds import MAX_ERROR_BYTES
 from balanceroute.proxy.wire.responses import body_of
 from balanceroute.proxy.workers.fleet import why_not_up
-from tests.unit.proxy.virtual_time import a_config, a_router, let_pass, with_virtual_time
+from tests.unit.proxy.virtual_time import a_config, a_router, let_pass, script, with_virtual_time
 
 RETRY = {"max_attempts": 3, "base_delay_s": 1.0, "max_delay_s": 4.0}
 
@@ -462,14 +462,13 @@ async def test_a_request_goes_to_no_further_worker_after_max_losses() -> None:
 
 @with_virtual_time
 async def test_a_connection_that_could_not_be_opened_does_not_count_as_a_death() -> None:
+    """It never carried the request, whether or not the worker is alive: that is not asked."""
     services, retries = some_retries()
-    for _ in range(5):
-        await retries.suspect_loss(
-            ConnectFailed("no", worker="d0", tier="decode"),
-            services.fleet["d0"],
-            midway=False,
-        )
-    assert not retries.has_losses
+    health = script(services, "d0", 500)
+    refused = ConnectFailed("no", worker="d0", tier="decode")
+    refused.sent = False
+    await retries.suspect_loss(refused, services.fleet["d0"], midway=False)
+    assert not retries.has_losses and not health.asked
 
 
 @with_virtual_time
