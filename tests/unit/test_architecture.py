@@ -193,7 +193,7 @@ def test_a_long_module_or_class_of_the_proxy_states_its_reason() -> None:
             assert WHY_WHOLE.search(why), f"{path}: split it, or say what makes it one machine"
 
 
-def test_only_the_oracle_reads_true_output_lengths_in_the_simulator() -> None:
-    """INV-7: no policy or predictor sees the future; see `simulator/oracle.py`."""
+def test_no_policy_reads_true_output_lengths() -> None:
+    """INV-7; `tests/unit/simulator/test_simulation.py` has the simulator's own modules."""
     for path in modules("core"):
         assert "output_tokens" not in path.read_text(), path
