@@ -172,6 +172,14 @@ def style(label: str) -> dict[str, Any]:
     return {"color": colour, "marker": marker, "markersize": 7 if marker == "*" else 5, "linestyle": dashes}
 
 
+def painted(label: str, *, filled: bool) -> dict[str, Any]:
+    """The same as matplotlib's arguments of dots."""
+    colour, marker, _ = look(label)
+    if marker in LINES:
+        return {"marker": marker, "color": colour}
+    return {"marker": marker, "edgecolors": colour, "facecolors": colour if filled else "none"}
+
+
 def plain_ticks(axis: "Axis", candidates: Sequence[float]) -> None:
     """Numbers as people write them on a logarithmic axis."""
     low, high = sorted(axis.get_view_interval())
@@ -248,9 +256,7 @@ def scaling(
     ):
         lines_over(axis, widths, lines, name, factor)
         for method, points in printed.get(name, {}).items():
-            colour, marker, _ = look(method)
-            hollow = {"edgecolors": colour, "facecolors": "none"} if marker not in LINES else {"color": colour}
-            axis.scatter(*zip(*points, strict=True), s=60, marker=marker, linewidths=0.8, **hollow)
+            axis.scatter(*zip(*points, strict=True), s=60, linewidths=0.8, **painted(method, filled=False))
         axis.set_xscale("log", base=2)
         axis.set_xticks(list(widths), [str(width) for width in widths])
         axis.minorticks_off()
@@ -363,14 +369,11 @@ def wait_versus_balance(points: Sequence[tuple[str, bool, float, float]], worklo
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 4.6))
     for label, limited, wait, value in points:
-        colour, marker, _ = look(label)
-        paint = {"edgecolors": colour, "facecolors": colour if limited else "none"}
         axis.scatter(
             wait,
             max(1.0 - value, 1e-3),
-            marker=marker,
             s=55,
-            **(paint if marker not in LINES else {"color": colour}),  # those are lines, which have no inside
+            **painted(label, filled=limited),
             linewidths=1.4,
             label=f"{label}{', limited waits' if limited else ''}",
         )
