@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Protocol
 
 from balanceroute.errors import InputError
 from balanceroute.experiments import (
@@ -29,36 +30,42 @@ from balanceroute.experiments.scope import Scope, Section
 from balanceroute.whole_file import write_whole
 
 
+class Planned(Protocol):
+    """A module of this folder that is an experiment."""
+
+    def plan(self, scope: Scope) -> Sequence[Task]:
+        """Which simulations it needs."""
+
+    def report(self, scope: Scope, results: Results, out: Path) -> Section:
+        """What it makes of them; figures are written to `out`."""
+
+    def files(self, scope: Scope) -> list[str]:
+        """The names of the files that it writes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Which simulations it needs, what it makes of them, and the names of the files that it writes.
+    """An experiment as the command has it. `reads`: the options of the command that change what it does."""
 
-    `reads`: the options of the command that change what it does.
-    """
-
-    plan: Callable[[Scope], Sequence[Task]]
-    report: Callable[[Scope, Results, Path], Section]
-    files: Callable[[Scope], list[str]]
+    module: Planned
     only_by_name: bool = False  # too long to be part of "all"
     reads: frozenset[str] = frozenset({"quick", "trace"})
 
 
 OPTIONS = ("quick", "trace", "policy")
 EXPERIMENTS = {
-    "main": Experiment(main_results.plan, main_results.report, main_results.files, reads=frozenset(OPTIONS)),
-    "scaling": Experiment(scaling.plan, scaling.report, scaling.files),
-    "sensitivity": Experiment(sensitivity.plan, sensitivity.report, sensitivity.files),
-    "subsets": Experiment(subsets.plan, subsets.report, subsets.files),
-    "overhead": Experiment(overhead.plan, overhead.report, overhead.files),
-    "predictors": Experiment(predictors.plan, predictors.report, predictors.files, reads=frozenset({"trace"})),
-    "fairness": Experiment(fairness.plan, fairness.report, fairness.files, reads=frozenset(OPTIONS)),
-    "bound": Experiment(bound.plan, bound.report, bound.files),
-    "engine_balancer": Experiment(
-        engine_balancer.plan, engine_balancer.report, engine_balancer.files, only_by_name=True
-    ),
-    "prefix": Experiment(prefix.plan, prefix.report, prefix.files, only_by_name=True),
-    "grid": Experiment(grid.plan, grid.report, grid.files, only_by_name=True),
-    "drawn": Experiment(drawn.plan, drawn.report, drawn.files, only_by_name=True, reads=frozenset({"quick"})),
+    "main": Experiment(main_results, reads=frozenset(OPTIONS)),
+    "scaling": Experiment(scaling),
+    "sensitivity": Experiment(sensitivity),
+    "subsets": Experiment(subsets),
+    "overhead": Experiment(overhead),
+    "predictors": Experiment(predictors, reads=frozenset({"trace"})),
+    "fairness": Experiment(fairness, reads=frozenset(OPTIONS)),
+    "bound": Experiment(bound),
+    "engine_balancer": Experiment(engine_balancer, only_by_name=True),
+    "prefix": Experiment(prefix, only_by_name=True),
+    "grid": Experiment(grid, only_by_name=True),
+    "drawn": Experiment(drawn, only_by_name=True, reads=frozenset({"quick"})),
 }
 
 PREFACE = """# The paper's experiments, simulated
@@ -92,10 +99,10 @@ def reproduce(
     """
     experiments = chosen(names)
     check_writable(out, files_of(names, scope))
-    jobs = [job for experiment in experiments for job in experiment.plan(scope)]
+    jobs = [job for experiment in experiments for job in experiment.module.plan(scope)]
     store = grid.Store(out / grid.STORE) if keeps_runs(names) else None
     results = run_jobs(jobs, n_processes, on_progress, store)
-    sections = [experiment.report(scope, results, out) for experiment in experiments]
+    sections = [experiment.module.report(scope, results, out) for experiment in experiments]
     for section in sections:
         for table in section.tables:
             table.write_csv(out)
@@ -134,7 +141,7 @@ def check_read(names: Sequence[str], option: str) -> None:
 
 def files_of(names: Sequence[str], scope: Scope) -> list[str]:
     """The names of all that `reproduce` writes."""
-    return sorted({"REPORT.md", *(file for experiment in chosen(names) for file in experiment.files(scope))})
+    return sorted({"REPORT.md", *(file for experiment in chosen(names) for file in experiment.module.files(scope))})
 
 
 def check_writable(out: Path, files: Sequence[str]) -> None:

@@ -257,8 +257,10 @@ def test_an_experiment_reads_the_options_that_change_what_it_runs_and_no_others(
         "trace": Scope.of(quick=False, trace=str(trace)),
         "policy": replace(full, policies=("own_policy:FirstFit",)),
     }
-    planned = repr(experiment.plan(full))
-    assert {option for option, scope in others.items() if repr(experiment.plan(scope)) != planned} == experiment.reads
+    planned = repr(experiment.module.plan(full))
+    assert {
+        option for option, scope in others.items() if repr(experiment.module.plan(scope)) != planned
+    } == experiment.reads
 
 
 def test_an_option_that_no_chosen_experiment_reads_is_refused(
