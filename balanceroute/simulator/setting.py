@@ -34,6 +34,7 @@ BOUNDS = {
 }
 FLAGS = {"transfers_beside_full": "transfers beside full", "cost_aware": "cost aware"}
 FRACTIONS = {"step_cost_s", "step_overhead_s", "prefill_tokens_per_s", "draft_acceptance"}
+REFERENCE = ReferenceSetting()
 MOST_BLOCKS = 1_000_000
 MOST_KV_TOKENS = 10**12
 SHORTEST_STEP_S = 1e-9
@@ -87,11 +88,11 @@ class Setting:
             None: the engine runs what it has.
     """
 
-    n_workers: int = 8
-    slots: int = 64
+    n_workers: int = REFERENCE.n_workers
+    slots: int = REFERENCE.slots
     pool: int = 128
-    step_cost_s: float = 1.2e-7
-    step_overhead_s: float = 0.025
+    step_cost_s: float = REFERENCE.step_cost_s
+    step_overhead_s: float = REFERENCE.step_overhead_s
     prefillers: int = 0
     prefill_tokens_per_s: float = 20_000.0
     prefill_policy: str = "prefix_affinity"
