@@ -101,9 +101,14 @@ class Prefill(Section):
     )
 
     @property
+    def knows_prefixes(self) -> bool:
+        """Whether the policy uses the hashes of prompts' prefixes."""
+        return self.policy == "prefix_affinity"
+
+    @property
     def wants_prefix_caches(self) -> bool:
-        """Whether `prefix_affinity` is asked for by name: as the default it calls no prefiller without one degraded."""
-        return self.policy == "prefix_affinity" and "policy" in self.model_fields_set
+        """Whether such a policy is asked for by name: as the default it calls no prefiller without one degraded."""
+        return self.knows_prefixes and "policy" in self.model_fields_set
 
 
 class Decode(Section):

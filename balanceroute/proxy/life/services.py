@@ -61,7 +61,7 @@ class LifeServices:
     @property
     def knows_prefixes(self) -> bool:
         """Whether the choice of a prefiller uses prefix hashes."""
-        return self.config.prefill.policy == "prefix_affinity"
+        return self.config.prefill.knows_prefixes
 
     @property
     def movers(self) -> int:

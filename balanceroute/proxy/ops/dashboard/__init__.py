@@ -210,7 +210,6 @@ def overview(services: Services, recorder: Recorder) -> dict[str, Any]:
     view, served = services.ledger.view(), recorder.served()
     settings = policy_settings(services.config)
     knobs = KNOBS.get(settings.policy, ())
-    predicts_hits = services.config.prefill.policy == "prefix_affinity"
     return {
         "version": __version__,
         "policy": settings.policy,
@@ -242,7 +241,7 @@ def overview(services: Services, recorder: Recorder) -> dict[str, Any]:
                 "pinned_tokens": prefiller.pinned_tokens,
                 "prompt_tokens": prefiller.prompt_tokens,
                 "hit_tokens": prefiller.hit_tokens,
-                "predicted_tokens": prefiller.predicted_tokens if predicts_hits else None,
+                "predicted_tokens": prefiller.predicted_tokens if services.knows_prefixes else None,
                 **_standing(services, recorder, prefiller.id, prefiller.state),
             }
             for prefiller in view.prefillers

@@ -227,7 +227,7 @@ class Recorder:
             self._totals[row] = served.tokens, served.requests.value("finished")
         rates = self._rates(row)
         oldest = view.oldest_ready_s
-        found, predicted = self._prefix_hits(services.config.prefill.policy == "prefix_affinity", view, row)
+        found, predicted = self._prefix_hits(services.knows_prefixes, view, row)
         ttft = self._quantiles("ttft", None if served is None else served.ttft, row)
         tpot = self._quantiles("tpot", None if served is None else served.tpot, row)
         return {
