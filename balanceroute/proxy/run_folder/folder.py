@@ -194,6 +194,8 @@ class RunFolder:
             with suppress(FileExistsError):
                 self.folder.mkdir(mode=0o700, parents=True)
             status = self.folder.lstat()
+            if stat.S_ISLNK(status.st_mode):
+                raise _unusable(self.folder, "it is a symbolic link; accepted is a folder itself, or a new one")
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 raise _unusable(self.folder, "accepted is a folder of the router's own user, or a new one")
             if _is_shared(self.folder, status.st_mode):

@@ -59,6 +59,7 @@ def test_an_unusable_run_folder_is_reported_in_one_line(tmp_path: Path, what: st
         RunFolder(path).make()
     assert "\n" not in str(refused.value)
     assert ("accepted is a folder" in str(refused.value)) is (what in ("a file", "a link"))
+    assert ("it is a symbolic link" in str(refused.value)) is (what == "a link")
 
 
 def test_without_a_temporary_folder_the_run_folder_must_be_configured(monkeypatch: pytest.MonkeyPatch) -> None:
