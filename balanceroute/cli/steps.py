@@ -7,7 +7,9 @@ import typer
 
 
 def steps(
-    files: Annotated[list[Path], typer.Argument(help="Step logs of the engine, one per DP rank.", show_default=False)],
+    files: Annotated[
+        list[Path], typer.Argument(help="Step logs of the engine, possibly .gz, one per DP rank.", show_default=False)
+    ],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find what an engine's step costs per KV token and per request, and each worker's slowdown, from its step logs.

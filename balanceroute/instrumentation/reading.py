@@ -22,15 +22,17 @@ Behind a barrier every rank's steps take as long as the slowest one's, so its ra
 that step independently have the a of their own fits: relative to the middle one, that is their slowdown.
 """
 
+import gzip
 import math
 import os
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,20 +120,26 @@ class Summary:
 
 
 def read(path: Path) -> Floats:
-    """A step log as an array, one row per step, columns as in `COLUMNS`. Half a last line is forgiven.
+    """A step log, possibly .gz, as an array: one row per step, columns as in `COLUMNS`. Half a last line is forgiven.
 
     Raises: InputError that names the file, and the line of a bad row.
     """
     try:
         return _rows(path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _text(path: Path) -> IO[str]:
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", errors="replace")
+    return path.open(encoding="utf-8-sig", errors="replace")
 
 
 def _rows(path: Path) -> Floats:
     rows: list[list[float]] = []
     # line by line: an unclosed quote would swallow the rest of the file
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
+    with _text(path) as file:
         lines = iter(partial(file.readline, LONGEST_LINE), "")
         if tuple(next(lines, "").rstrip("\n").split(",")) != COLUMNS:
             raise InputError(f"{path}: line 1: expected the columns {','.join(COLUMNS)}")

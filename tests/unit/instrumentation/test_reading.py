@@ -1,5 +1,6 @@
 """What is read out of step logs."""
 
+import gzip
 import json
 import re
 from collections.abc import Callable
@@ -104,6 +105,17 @@ def test_a_byte_order_mark_and_line_ends_of_windows_are_read(tmp_path: Path) -> 
     text = "\r\n".join([",".join(COLUMNS), "10,25,1,100,0,0.5", "11,26,1,101,0,0.5", ""])
     path.write_text(text, encoding="utf-8-sig", newline="")
     assert read(path).tolist() == [[10, 25, 1, 100, 0, 0.5], [11, 26, 1, 101, 0, 0.5]]
+
+
+def test_a_compressed_file_is_read_and_one_that_is_cut_short_or_not_compressed_is_named(tmp_path: Path) -> None:
+    plain, path = a_log(tmp_path / "a.csv", [1, 2, 3]), tmp_path / "a.csv.gz"
+    data = gzip.compress(plain.read_bytes())
+    path.write_bytes(data)
+    assert read(path).tolist() == read(plain).tolist()
+    for broken in (data[:-12], data[:20] + b"\xff" + data[21:], plain.read_bytes()):
+        path.write_bytes(broken)
+        with pytest.raises(InputError, match="a.csv.gz: cannot be read: (?!None)."):
+            read(path)
 
 
 def test_half_a_last_line_is_forgiven_and_half_a_line_before_it_is_not(tmp_path: Path) -> None:
