@@ -132,7 +132,8 @@ class Frames(asyncio.Protocol, Generic[Sent]):
         if isinstance(error, BrokenPipeError) and not self.far:
             self._read_rest()
         self._transport, self._unsent = None, []
-        self._on_lost(self, self._reason or str(error or "the connection was closed"))
+        why = getattr(error, "strerror", None) or str(error or "the connection was closed")
+        self._on_lost(self, self._reason or why)
 
     def _read_rest(self) -> None:
         """Read what the peer sent before it closed: the loop reads no more after a write that failed."""

@@ -90,7 +90,7 @@ class Addresses:
             if self._in_doubt and isinstance(error, socket.gaierror) and error.errno in _GONE:
                 self._known = []
             elif self._known:
-                self._keep(loop, str(error))
+                self._keep(loop, getattr(error, "strerror", None) or str(error))
             return
         self._trouble.end(host=self._host)
         self._known = self._in_order(found)

@@ -29,6 +29,7 @@ passed on as it is.
 import asyncio
 import errno
 import os
+import socket
 import ssl
 from collections import deque
 from collections.abc import Callable
@@ -374,6 +375,8 @@ def reason_of(error: BaseException) -> str:
         return f"its certificate is refused: {error.verify_message}"
     if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
         return "its URL is https, and it does not speak TLS"
+    if isinstance(error, socket.gaierror):
+        return error.strerror or "its name is not known"
     code = error.errno if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) else None
     if code is not None and code > 0:
         return os.strerror(code)  # asyncio's own text has the address

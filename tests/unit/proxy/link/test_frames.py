@@ -87,6 +87,18 @@ def test_a_frame_that_is_too_large_or_makes_no_sense_ends_the_connection() -> No
     asyncio.run(test())
 
 
+def test_why_a_connection_was_lost_is_told_without_the_number_of_the_error() -> None:
+    async def test() -> None:
+        lost: list[str] = []
+        frames: Frames[Any] = Frames(asyncio.get_running_loop(), lambda *_: None, lambda _, reason: lost.append(reason))
+        for error in (ConnectionResetError(104, "Connection reset by peer"), None):
+            frames.connection_made(Wire())
+            frames.connection_lost(error)
+        assert lost == ["Connection reset by peer", "the connection was closed"]
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 @pytest.mark.parametrize("refuses", [False, True])
 def test_what_a_peer_sent_before_it_closed_is_read_although_it_reads_no_more(

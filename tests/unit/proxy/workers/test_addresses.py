@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import uvloop
 
-from balanceroute.errors import CannotConnect
+from balanceroute.errors import CannotConnect, ConnectFailed
 from balanceroute.proxy.workers import addresses as module
 from balanceroute.proxy.workers.addresses import FRESH_S, PATIENCE_S, Addresses, look_up
 from balanceroute.proxy.workers.upstream import Upstream
@@ -170,6 +170,18 @@ async def test_refusing_addresses_are_kept_while_no_name_server_answers() -> Non
     names.error = LOST
     addresses.doubt()
     assert await addresses.get() == ["10.0.0.1"]
+
+
+@with_virtual_time
+async def test_a_failed_look_up_is_told_without_the_number_of_its_error(caplog: pytest.LogCaptureFixture) -> None:
+    names, addresses = Names("10.0.0.1"), Addresses("d0")
+    await addresses.get()
+    names.error = LOST
+    await let_pass(FRESH_S + 1)
+    await addresses.get()
+    assert [getattr(record, "error", "") for record in caplog.records] == ["Temporary failure in name resolution"]
+    with pytest.raises(ConnectFailed, match=r"^cannot connect: Temporary failure in name resolution$"):
+        await Upstream("http://d1:9000").request("GET", "/health")
 
 
 @with_virtual_time
