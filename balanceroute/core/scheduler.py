@@ -178,7 +178,9 @@ class Scheduler:
         if worker is not None:
             self.snapshot.set_state(worker, state)
             return
-        prefiller = self.snapshot.prefiller(worker_id)
+        prefiller = self.snapshot.find_prefiller(worker_id)
+        if prefiller is None:
+            raise InvariantError(f"no worker {worker_id}")
         prefiller.state = state
         if state is DOWN:
             prefiller.cache.clear()  # it may come back with an empty cache

@@ -126,6 +126,12 @@ def everything_held(scheduler: Scheduler) -> list[float]:
     return [*held, int(snapshot.projected_loads().sum())]
 
 
+def test_the_state_of_a_worker_that_is_not_there_is_refused_whatever_its_tier() -> None:
+    scheduler = a_scheduler()
+    with pytest.raises(InvariantError, match="^no worker d9$"):
+        scheduler.set_worker_state("d9", "draining", 0.0)
+
+
 def test_a_request_passes_through_prefill_pool_and_decode_and_leaves_nothing_behind() -> None:
     scheduler = a_scheduler()
     assert scheduler.submit(a_request("r", 90), 0.0) is None
