@@ -81,6 +81,9 @@ def describe(
 ) -> None:
     """Print rates, moments and quantiles of a trace.
 
+    reference_capacity_per_s: requests per second that 8 workers of 64 slots would finish, always full and level;
+    reference_load: the trace's rate as a share of that. `balanceroute replay --load` takes a cluster of your size.
+
     Example: balanceroute trace describe day.csv.gz
     """
     from balanceroute.traces import load_trace
