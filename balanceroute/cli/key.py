@@ -53,6 +53,6 @@ def key(
     if as_json:
         print_json({"key": secret, "entry": entry})
         return
-    if secret is not None:
-        typer.echo(f"The key of {name}, shown this once: {secret}", err=True)
     typer.echo(to_yaml([entry]), nl=False)
+    if secret is not None:  # once its entry is written: a key that is in no file would be given away
+        typer.echo(f"The key of {name}, shown this once: {secret}", err=True)

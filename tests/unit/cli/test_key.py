@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,6 +35,13 @@ def test_entries_go_to_the_file_and_keys_to_the_terminal(
         assert entries[name].sha256 == digest_of(key.encode()).hex()
         assert entries[name].max_in_flight == 3 and entries[name].priority is not None
         assert entries[name].priority.min == -5
+
+
+def test_a_key_whose_entry_cannot_be_written_is_not_shown() -> None:
+    command = f"exec {sys.executable} -m balanceroute key search > /dev/full"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
+    message = "balanceroute: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, message)
 
 
 def test_a_key_that_exists_is_hashed_and_not_shown(
