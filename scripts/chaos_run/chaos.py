@@ -1,6 +1,7 @@
 """The storm: hundreds of clients, a cluster that keeps breaking, and a check of every single answer.
 
-    scripts/chaos [--short | --seconds N] [--seed N] [--clients N] [--scenario NAME] [--relays N] [--keep DIR]
+    scripts/chaos [--short | --seconds N] [--seed N] [--clients N] [--scenario NAME] [--relays N] [--connector NAME]
+        [--keep DIR]
 
 `storm`: everything that `faults.py` can do, while `operations.py` takes workers out and in. `busy-decoder`: four decode
 ranks, one of which answers 503 to everything, patient clients and no other fault; not one request may fail. `shutdown`:
@@ -32,6 +33,7 @@ import httpx
 import uvloop
 
 from balanceroute.demo.processes import total
+from balanceroute.emulator import Connector
 from balanceroute.emulator.faults import FaultKind
 from balanceroute.engine.tokens import OutputLengths
 from scripts.arguments import count
@@ -66,6 +68,8 @@ WARM_SHARE = 0.25
 FLAT_BYTES = 8 * 2**20
 WARM_UP_S = 120.0
 WARM_UP_BYTES = 32 * 2**20
+# a prefiller may finish in the moment in which the decode worker that it pushes to is hung up on, or dies
+ALLOWED = {"layerwise_unmatched"}
 SCENARIOS = ("storm", "busy-decoder", "shutdown", "frozen", "frozen-group")
 # silence is judged by health checks before any request is late
 PATIENT = {
@@ -169,6 +173,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         shape = replace(shape, decoders=6, processes=6)
     elif arguments.scenario == "frozen-group":
         shape = replace(shape, processes=1)
+    shape = replace(shape, connector=arguments.connector)
     return Plan(seconds, arguments.seed, arguments.clients, arguments.scenario, shape, mix, arguments.relays)
 
 
@@ -285,8 +290,10 @@ class Run:
         findings.check(not held, f"workers hold {held or 'nothing'} after {wait_s:.0f} s")
         expired = sum(worker.get("expired", 0) for worker in state["workers"].values())
         findings.lines.append(f"leases that ran out during the run {expired}")
-        log = [line for worker in state["workers"].values() for line in worker["violation_log"]]
-        findings.check(state["violations"] == 0, f"violations seen by the workers {state['violations']} {log[:20]}")
+        workers = state["workers"].values()
+        seen: Counter[str] = sum((Counter(worker["violations"]) for worker in workers), Counter())
+        log = [line for worker in workers for line in worker["violation_log"]]
+        findings.check(set(seen) <= ALLOWED, f"violations seen by the workers {dict(seen)} {log[:20]}")
 
     async def _drive(self, index: int) -> None:
         """One client after the other, in one place of the crowd."""
@@ -356,8 +363,8 @@ class Run:
         total, killed = sum(tally.kinds[kind] for kind in Kind), self._killer.done
         lines = [
             f"chaos {plan.scenario}: {plan.seconds:.0f} s, {plan.clients} clients, seed {plan.seed},"
-            f" {plan.shape.prefillers} prefillers, {plan.shape.decoders} decode ranks,"
-            f" Python {platform.python_version()}",
+            f" {plan.relays} relays, {plan.shape.connector}, {plan.shape.prefillers} prefillers,"
+            f" {plan.shape.decoders} decode ranks, Python {platform.python_version()}",
             "",
             f"  {'requests':<12}{total:>9}  ({tally.tokens} right tokens, {tally.kinds['malformed']} malformed)",
             *(f"  {kind:<12}{tally.kinds[kind]:>9}" for kind in Kind),
@@ -408,6 +415,7 @@ def main() -> None:
     parser.add_argument("--clients", type=count, default=250, help="at once (250)")
     parser.add_argument("--scenario", choices=SCENARIOS, default="storm")
     parser.add_argument("--relays", type=int, default=0, help="processes for clients and streams (0: one for all)")
+    parser.add_argument("--connector", choices=list(Connector), type=Connector, default=Connector.MOONCAKE_V1)
     parser.add_argument("--keep", type=Path, help="folder for logs and configuration; else they go")
     arguments = parser.parse_args()
     with logs_folder("chaos", arguments.keep) as folder:

@@ -17,6 +17,7 @@ import yaml
 
 from balanceroute.cli.emulate import DECODE_PORT_OFFSET
 from balanceroute.demo.processes import free_port_range
+from balanceroute.emulator import Connector
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 90.0  # a process per worker, on two cores
@@ -39,6 +40,12 @@ class Shape:
     lease_s: float = 30.0
     seed: int = 0
     processes: int = 0
+    connector: Connector = Connector.MOONCAKE_V1
+
+    @property
+    def decode_first(self) -> bool:
+        """Whether the decode worker is chosen first; then all that waits is in the pool, and no KV is pinned."""
+        return self.connector is Connector.MOONCAKE_LAYERWISE
 
     def flags(self, base_port: int, config: Path) -> list[str]:
         """Arguments of `balanceroute emulate`."""
@@ -56,6 +63,7 @@ class Shape:
             "output-lengths": OUTPUT_LENGTHS,
             "seed": self.seed,
             "processes": self.processes,
+            "connector": self.connector,
             "write-config": config,
         }
         return [part for name, value in values.items() for part in (f"--{name}", str(value))]
@@ -260,8 +268,8 @@ def settings(shape: Shape, port: int) -> dict[str, Any]:
     """The router's settings: short timeouts, so that each of them is met within a run."""
     return {
         "listen": {"host": HOST, "port": port},
-        "prefill": {"kv_pin_s": shape.lease_s, "poll_interval_s": 0.5},
-        "pool": {"max_entries": 64, "ttl_s": shape.lease_s / 3},
+        "prefill": {"kv_pin_s": None if shape.decode_first else shape.lease_s, "poll_interval_s": 0.5},
+        "pool": {"max_entries": 1000 if shape.decode_first else 64, "ttl_s": shape.lease_s / 3},
         "queue": {"max_queued": 1000, "deadline_s": 20.0},
         "limits": {
             "request_timeout_s": 60.0,
