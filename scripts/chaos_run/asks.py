@@ -1,24 +1,29 @@
 """Requests with their right answers, drawn from a seed."""
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
 
 from balanceroute.emulator.requests import render_chat
+from balanceroute.emulator.structure import Part, Plan, Structure
 from balanceroute.engine.tokens import (
     EOS_ID,
     FIRST_TRIPLE_ID,
     FIRST_WORD_ID,
     OutputLengths,
+    TokenStream,
     continuation,
     decode,
     encode,
+    plan_length,
 )
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
+COUNTED = (COMPLETIONS, CHAT, MESSAGES)
+FUNCTION = "look_up"
 DEFAULT_COMPLETION_LIMIT = 16  # of vLLM
 _WORDS = "the load of every worker is kept level so that no step waits for the fullest one of them all".split()
 
@@ -48,11 +53,25 @@ class Right:
 
     ids: tuple[int, ...]
     finish_reason: str
+    prompt: tuple[int, ...] = ()
+    shown: str | None = None  # its text, if that is not the text of the ids
+    stop: str | None = None  # the stop string that ends it
+    reasoning: str = ""
+    arguments: str = ""  # of its tool call
 
     @property
     def text(self) -> str:
         """Its text."""
-        return decode(self.ids)
+        return decode(self.ids) if self.shown is None else self.shown
+
+    def until(self, stop: str) -> "Right":
+        """The same, ended by a stop string if it is met."""
+        for count in range(1, len(self.ids) + 1):
+            place = decode(self.ids[:count]).find(stop)
+            if place >= 0:
+                shown = decode(self.ids[:count])[:place]
+                return replace(self, ids=self.ids[:count], finish_reason="stop", shown=shown, stop=stop)
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +88,9 @@ class Ask:
     choices: tuple[Right, ...] = ()
     want_ids: bool = False
     want_usage: bool = False
+    want_logprobs: bool = False
+    want_prompt_logprobs: bool = False
+    key: str = ""
     malformed: str = ""
     method: str = "POST"
     timeout_header: str = ""  # in place of timeout_s, to be wrong on purpose
@@ -105,6 +127,10 @@ class Mix:
     hurried_share: float = 0.03  # with a deadline that the answer may miss
     pausing_share: float = 0.02
     several_share: float = 0.08  # with n > 1, or several prompts
+    message_share: float = 0.08
+    tools_share: float = 0.06  # of the chats
+    scored_share: float = 0.03  # of the completions
+    keys: tuple[str, ...] = ("",)
 
 
 class Asker:
@@ -120,12 +146,20 @@ class Asker:
         self._count += 1
         draw = self._random
         if draw.random() < self._mix.malformed_share:
-            return self._malformed()
-        return self._good()
+            ask = self._malformed()
+        elif draw.random() < self._mix.message_share:
+            ask = self._message()
+        else:
+            ask = self._good()
+        return replace(ask, key=draw.choice(self._mix.keys))
 
     def _good(self) -> Ask:
         draw, mix = self._random, self._mix
         chat = draw.random() < mix.chat_share
+        if chat and draw.random() < mix.tools_share:
+            return self._structured()
+        if not chat and draw.random() < mix.scored_share:
+            return self._scored()
         stream = draw.random() < mix.stream_share
         several = draw.random() < mix.several_share
         body, prompts = self._chat() if chat else self._completion(draw.randint(1, 3) if several else 0)
@@ -143,10 +177,13 @@ class Asker:
         want_ids = draw.random() < 0.3
         if want_ids:
             body["return_token_ids"] = True
-        if draw.random() < 0.05:
+        want_logprobs = draw.random() < 0.08
+        if want_logprobs:
             body["logprobs"] = True if chat else 1
         if draw.random() < 0.05:
             body["stop"] = draw.choice(["</s>", ["###", "</s>"]])  # never met, but text is held back for it
+        if draw.random() < 0.1:
+            body["priority"] = draw.randint(-3, 5)
         if draw.random() < 0.3:
             body |= {"temperature": 0.0, "seed": draw.randint(0, 2**31), "user": f"user-{draw.randint(0, 9)}"}
         want_usage = stream and draw.random() < 0.4
@@ -157,20 +194,90 @@ class Asker:
         choices = []
         for prompt in prompts:
             ids = continuation(prompt, limit, lengths=self._lengths, ignore_eos=ignore_eos, min_tokens=min_tokens)
-            choices += [Right(tuple(ids), "stop" if ids[-1] == EOS_ID else "length")] * n
+            choices += [_right(ids, prompt)] * n
+        if "stop" not in body and min_tokens == 0 and draw.random() < 0.08:
+            body["stop"] = [self._stop(choices[0]), "</s>"]
+            choices = [choice.until(body["stop"][0]) for choice in choices]
+        if (
+            not chat
+            and draw.random() < 0.1
+            and not (want_ids or want_logprobs or isinstance(_first(body["prompt"]), int))
+        ):
+            body["echo"] = True
+            choices = [replace(choice, shown=decode(choice.prompt) + choice.text) for choice in choices]
+        want_prompt_logprobs = not stream and draw.random() < 0.06
+        if want_prompt_logprobs:
+            body["prompt_logprobs"] = 1
+        return self._ask(
+            CHAT if chat else COMPLETIONS,
+            body,
+            choices,
+            prompt_tokens=sum(map(len, prompts)),
+            want_ids=want_ids,
+            want_usage=want_usage,
+            want_logprobs=want_logprobs,
+            want_prompt_logprobs=want_prompt_logprobs,
+        )
+
+    def _message(self) -> Ask:
+        """In Anthropic's API."""
+        draw = self._random
+        body, [prompt] = self._chat()
+        body |= {"model": "emulated", "max_tokens": draw.randint(*self._mix.output_tokens)}
+        right = _right(continuation(prompt, body["max_tokens"], lengths=self._lengths, ignore_eos=False), prompt)
+        if draw.random() < 0.15:
+            body["stop_sequences"] = [self._stop(right)]
+            right = right.until(body["stop_sequences"][0])
+        if draw.random() < self._mix.stream_share:
+            body["stream"] = True
+        return self._ask(MESSAGES, body, [right])
+
+    def _structured(self) -> Ask:
+        """A chat whose answer has a tool call, reasoning, or both."""
+        draw = self._random
+        body, [prompt] = self._chat()
+        calls, thinks = draw.choice([(True, False), (False, True), (True, True)])
+        leads = calls and draw.random() < 0.5
+        body |= {"model": "emulated", "max_tokens": draw.randint(*self._mix.output_tokens)}
+        if calls:
+            function = {"name": FUNCTION, "parameters": {"type": "object"}}
+            choice = (
+                "auto" if leads else draw.choice(["required", {"type": "function", "function": {"name": FUNCTION}}])
+            )
+            body |= {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
+        if thinks:
+            body["chat_template_kwargs"] = {"enable_thinking": True}
+        if draw.random() < self._mix.stream_share:
+            body["stream"] = True
+        structure = Structure(thinks, calls=FUNCTION if calls else None, leads=leads)
+        return self._ask(CHAT, body, [_structured(Plan(structure, prompt), prompt, body["max_tokens"], self._lengths)])
+
+    def _scored(self) -> Ask:
+        """A prompt that is only read."""
+        body, [prompt] = self._completion(0)
+        body |= {"model": "emulated", "max_tokens": 0, "echo": True}
+        right = _right(continuation(prompt, 1, lengths=self._lengths, ignore_eos=False), prompt)
+        return self._ask(COMPLETIONS, body, [replace(right, shown=decode(prompt))])
+
+    def _ask(self, path: str, body: dict[str, Any], choices: list[Right], **wants: Any) -> Ask:
+        draw, mix, stream = self._random, self._mix, "stream" in body
         low, high = (0.2, 2.0) if draw.random() < mix.hurried_share else mix.timeout_s
         return Ask(
             number=self._count,
-            path=CHAT if chat else COMPLETIONS,
+            path=path,
             body=orjson.dumps(body),
             timeout_s=round(draw.uniform(low, high), 2),
             behaviour=self._behaviour(stream, len(choices[0].ids)),
             stream=stream,
-            prompt_tokens=sum(map(len, prompts)),
             choices=tuple(choices),
-            want_ids=want_ids,
-            want_usage=want_usage,
+            **{"prompt_tokens": len(choices[0].prompt)} | wants,
         )
+
+    def _stop(self, right: Right) -> str:
+        """A part of the answer: within a token, or over the border of two."""
+        text = right.text
+        place = self._random.randrange(max(1, len(text) - 4))
+        return text[place : place + self._random.randint(4, 9)].strip("\ufffd") or "</s>"
 
     def _size(self) -> int:
         draw, mix = self._random, self._mix
@@ -233,6 +340,40 @@ class Asker:
         method = "GET" if name == "wrong method" else "POST"
         header = "soon" if name == "wrong timeout" else ""
         return Ask(self._count, path, body, 10.0, malformed=name, method=method, timeout_header=header)
+
+
+def _right(ids: Sequence[int], prompt: Sequence[int]) -> Right:
+    return Right(tuple(ids), "stop" if ids[-1] == EOS_ID else "length", tuple(prompt))
+
+
+def _structured(plan: Plan, prompt: Sequence[int], limit: int, lengths: OutputLengths) -> Right:
+    """The answer of a plan; one without a call has the model's own length."""
+    natural = TokenStream(prompt, lengths).remaining if plan.length is None else plan.length
+    count, ends = plan_length(natural, limit, ignore_eos=False, min_tokens=0)
+    stream = plan.stream()
+    ids = [stream.next(eos=ends and index == count - 1) for index in range(count)]
+    parts, whole = dict.fromkeys(Part, ""), ""
+    for place in range(count):  # a character belongs to the part that it ends in
+        text = decode(ids[: place + 1])
+        shown = text if place == count - 1 else text.rstrip("\ufffd")
+        parts[plan.part(place)] += shown[len(whole) :]
+        whole = shown
+    called = ends and bool(parts[Part.CALL])
+    return Right(
+        tuple(ids),
+        "tool_calls" if called else "stop" if ends else "length",
+        tuple(prompt),
+        shown=parts[Part.CONTENT],
+        reasoning=parts[Part.REASONING],
+        arguments=parts[Part.CALL],
+    )
+
+
+def _first(prompt: Any) -> Any:
+    """The first of a list of prompts or ids, which may be a list of ids."""
+    while isinstance(prompt, list):
+        prompt = prompt[0]
+    return prompt
 
 
 def _fields(path: str = COMPLETIONS, **fields: Any) -> Callable[[], tuple[str, bytes]]:

@@ -22,6 +22,7 @@ FROZEN_SHARE = 0.12  # of the steps, where ranks are processes
 MOST_FROZEN_S = 15.0  # with the wait in the pool less than a lease: a thawed decoder may still pull what it was sent
 GROUP_GAP_S = (4.0, 15.0)  # from one freeze of a whole group to the next
 GROUP_FROZEN_S = (0.5, 12.0)
+STATUSES = (503, 503, 503, 429, 500, 502, 401, 404)  # 401, 404: started again with another key or model
 STREAM_FAULTS = (
     FaultKind.RESET,
     FaultKind.CLOSE,
@@ -99,8 +100,9 @@ class Schedule:
         if kind < 0.3:
             return self._busy(worker)
         if kind < 0.45:
-            fault = {"kind": FaultKind.SLOW_PREFILL, "factor": draw.choice([5.0, 50.0])}
-            return Step(worker, fault, FaultKind.CLEAR, draw.uniform(1.0, 6.0))
+            factor, heal_s = draw.choice([(5.0, 6.0), (50.0, 6.0), (3.0, 60.0)])
+            fault = {"kind": FaultKind.SLOW_PREFILL, "factor": factor}
+            return Step(worker, fault, FaultKind.CLEAR, draw.uniform(1.0, heal_s))
         if kind < 0.6:
             return Step(worker, {"kind": FaultKind.NULL_PARAMS, "count": draw.randint(1, 8)})
         if kind < 0.7:
@@ -121,7 +123,9 @@ class Schedule:
             return Step(worker, {"kind": FaultKind.FREEZE}, FaultKind.UNFREEZE, draw.uniform(1.0, 20.0))
         if kind < 0.23 and self._lasting:
             return Step(worker, {"kind": FaultKind.STOP_BARRIER}, FaultKind.START_BARRIER, draw.uniform(0.5, 2.0))
-        if kind < 0.33:
+        if kind < 0.25:
+            return Step(worker, {"kind": FaultKind.PAUSE}, FaultKind.CLEAR, draw.uniform(0.5, 10.0))
+        if kind < 0.34:
             return self._busy(worker)
         if kind < 0.38:
             return self._side_route(worker)
@@ -151,7 +155,7 @@ class Schedule:
         return Step(worker, {"kind": FaultKind.STOP}, FaultKind.START, self._random.uniform(0.5, 8.0))
 
     def _busy(self, worker: str) -> Step:
-        fault = {"kind": FaultKind.STATUS, "status": self._random.choice([503, 503, 503, 429, 500, 502])}
+        fault = {"kind": FaultKind.STATUS, "status": self._random.choice(STATUSES)}
         if self._random.random() < 0.4:
             return Step(worker, fault | {"count": None}, FaultKind.CLEAR, self._random.uniform(1.0, 8.0))
         return Step(worker, fault | {"count": self._random.randint(1, 10)})

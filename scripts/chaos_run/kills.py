@@ -38,7 +38,7 @@ KINDS = (
     ("take over", "parent"),
 )
 TAKEOVER_S = 2.0
-POLICIES = ("level_fit", "br_0", "least_kv")
+POLICIES = ("level_fit", "br_0", "least_kv", "join_shortest_queue")
 
 
 @dataclass(slots=True, eq=False)

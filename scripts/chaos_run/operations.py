@@ -1,28 +1,32 @@
-"""What an operator does meanwhile: takes workers out of the running router and puts them back, one at a time."""
+"""What an operator does meanwhile: takes workers out of the running router and puts them back, one at a time, over its
+routes or by its configuration; changes what a client key may do.
+"""
 
 import asyncio
 import random
+import signal
 from collections import Counter
+from contextlib import suppress
 
 import httpx
 
-from scripts.chaos_run.stack import Shape
+from scripts.chaos_run.keys import write_keys
+from scripts.chaos_run.stack import Stack
 
 MEAN_GAP_S = 4.0
 OUT_S = (0.1, 6.0)  # the shorter ones come back while they still leave, the longer ones as new workers
+RELOAD_SHARE = 0.3  # of the changes: in the configuration, and SIGHUP
 TRIES, PAUSE_S = 20, 0.5
 
 
 class Operator:
-    """Removes and adds workers over the router's own routes, in an order that the seed fixes."""
+    """Removes and adds workers, in an order that the seed fixes."""
 
-    def __init__(self, router_url: str, shape: Shape, base_port: int, seed: int) -> None:
-        self._url = router_url
+    def __init__(self, stack: Stack, seed: int) -> None:
+        self._stack, self._url = stack, stack.url
         self._random = random.Random(seed)
-        self._prefill, self._decode = (
-            shape.urls(base_port)[: shape.prefillers],
-            shape.urls(base_port)[shape.prefillers :],
-        )
+        urls, prefillers = stack.shape.urls(stack.base_port), stack.shape.prefillers
+        self._prefill, self._decode = urls[:prefillers], urls[prefillers:]
         self._client = httpx.AsyncClient(trust_env=False, timeout=10.0)
         self.done: Counter[str] = Counter()
 
@@ -33,11 +37,15 @@ class Operator:
             await asyncio.sleep(draw.expovariate(1.0 / MEAN_GAP_S))
             role, urls = ("prefill", self._prefill) if draw.random() < 0.25 else ("decode", self._decode)
             url, out_s = draw.choice(urls), draw.uniform(*OUT_S)
+            change = self._change
+            if draw.random() < RELOAD_SHARE:
+                change = self._reload
+                write_keys(self._stack.folder, draw)
             try:
-                await self._change("remove", role, url)
+                await change("remove", role, url)
                 await asyncio.sleep(out_s)
             finally:
-                await asyncio.shield(self._change("add", role, url))
+                await asyncio.shield(change("add", role, url))
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -56,3 +64,20 @@ class Operator:
                 if reply.status_code != 503:
                     return  # taken, or it was before: its answer was lost
             await asyncio.sleep(PAUSE_S)
+
+    async def _reload(self, what: str, role: str, url: str) -> None:
+        """Change the list of workers and reload, until the router has it: one without a brain refuses, as does one in
+        which another reload is under way.
+        """
+        self._stack.list_worker(role, url, listed=what == "add")
+        for tries in range(1, TRIES + 1):
+            self._stack.router.signal(signal.SIGHUP)
+            await asyncio.sleep(PAUSE_S)
+            with suppress(httpx.TransportError, ValueError, KeyError):
+                state = (await self._client.get(f"{self._url}/state")).json()
+                workers = state["prefillers" if role == "prefill" else "workers"]
+                known = [f"http://{worker['id']}" for worker in workers if worker["state"] != "draining"]
+                if (url in known) == (what == "add"):
+                    self.done[f"reload to {what} {role}{' again' if tries > 1 else ''}"] += 1
+                    return
+        self.done[f"reload to {what} {role} in vain"] += 1

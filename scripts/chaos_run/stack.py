@@ -206,7 +206,7 @@ class Stack:
             )
             await self.emulator.writes(written)
             tree = yaml.safe_load(written.read_text())
-            config.write_text(yaml.safe_dump(merged(tree, settings(self.shape, self.port), self._overrides)))
+            self._configure(merged(tree, settings(self.shape, self.port), self._overrides))
             self.router = await self._start(["serve", "--config", str(config)], "router.log", self.url)
             self.routers.append(self.router)
         except BaseException:
@@ -239,8 +239,20 @@ class Stack:
 
     def reload(self, more: dict[str, Any]) -> None:
         """Have the router read other settings."""
-        self._config.write_text(yaml.safe_dump(merged(yaml.safe_load(self._config.read_text()), more)))
+        self._configure(merged(yaml.safe_load(self._config.read_text()), more))
         self.router.signal(signal.SIGHUP)
+
+    def list_worker(self, role: str, url: str, *, listed: bool) -> None:
+        """Put a worker into the configuration, or take it out; nobody is told to read it."""
+        tree = yaml.safe_load(self._config.read_text())
+        others = [entry for entry in tree[role]["workers"] if entry["url"] != url]
+        tree[role]["workers"] = [*others, {"url": url}] if listed else others
+        self._configure(tree)
+
+    def _configure(self, tree: dict[str, Any]) -> None:
+        fresh = self._config.with_suffix(".new")
+        fresh.write_text(yaml.safe_dump(tree))
+        fresh.replace(self._config)  # whole at any time: a router may be starting
 
     async def _start(self, arguments: list[str], log: str, url: str) -> Process:
         process = await Process.start(arguments, self.folder / log)

@@ -13,7 +13,8 @@ from typing import Any
 
 import orjson
 
-from scripts.chaos_run.asks import Ask, Right
+from balanceroute.engine.tokens import TOKEN_BYTES, decode
+from scripts.chaos_run.asks import FUNCTION, MESSAGES, Ask, Right
 from scripts.chaos_run.wire import Answer, Ended
 
 INJECTED = "Injected failure"  # the emulator's text for a status that a fault asked for
@@ -64,7 +65,7 @@ def judge(ask: Ask, answer: Answer) -> Verdict:
     try:
         if answer.ended is Ended.LEFT:
             if status == 200 and ask.stream and not ask.malformed:
-                _Stream(ask, whole=False).read(answer.body)
+                _stream_of(ask, whole=False).read(answer.body)
             return Verdict(Kind.LEFT, status=status)
         if status != 200:
             return _judge_status(ask, answer)
@@ -72,7 +73,7 @@ def judge(ask: Ask, answer: Answer) -> Verdict:
             return Verdict(Kind.WRONG, f"{ask.malformed} was answered with 200: {answer.body[:200]!r}", status)
         if ask.stream:
             return _judge_stream(ask, answer)
-        return _judge_object(ask, answer)
+        return _judge_message(ask, answer) if ask.path == MESSAGES else _judge_object(ask, answer)
     except Mismatch as error:
         return Verdict(Kind.WRONG, str(error), status)
     except Malformed as error:
@@ -89,31 +90,33 @@ def _judge_status(ask: Ask, answer: Answer) -> Verdict:
     status = answer.status
     if answer.ended is not Ended.WHOLE:
         raise Malformed(f"cut off before the end ({answer.reason}), {_so_far(answer)}")
-    message = _error_message(answer.body)
+    message = _error_message(answer.body, ask)
     if status in _LATER and INJECTED not in message and not answer.headers.get(b"retry-after", b"").isdigit():
         raise Malformed(f"{status} without Retry-After: {message}")
     if ask.malformed:
         if not 400 <= status < 500 and status not in _FAILURES:
             raise Malformed(f"{ask.malformed} was answered with {status}: {message}")
-    elif status not in _FAILURES and INJECTED not in message:
+    elif status not in _FAILURES:  # not even where a fault asks for it: other workers know the key and the model
         raise Malformed(f"a correct request was answered with {status}: {message}")
     return Verdict(Kind.REFUSED, message, status)
 
 
-def _error_message(body: bytes) -> str:
+def _error_message(body: bytes, ask: Ask) -> str:
     try:
-        error = orjson.loads(body)["error"]
-        if not (isinstance(error["message"], str) and isinstance(error["type"], str) and "code" in error):
+        whole = orjson.loads(body)
+        error = whole["error"]
+        named = whole["type"] == "error" if ask.path == MESSAGES else "code" in error
+        if not (isinstance(error["message"], str) and isinstance(error["type"], str) and named):
             raise KeyError("message, type, code")
     except (ValueError, TypeError, KeyError) as problem:
-        raise Malformed(f"no OpenAI error body ({problem!r}): {body[:200]!r}") from problem
+        raise Malformed(f"no error body of this API ({problem!r}): {body[:200]!r}") from problem
     return str(error["message"])
 
 
 def _judge_stream(ask: Ask, answer: Answer) -> Verdict:
     if not answer.headers.get(b"content-type", b"").startswith(b"text/event-stream"):
         raise Malformed(f"a stream of type {answer.headers.get(b'content-type')!r}")
-    stream = _Stream(ask, whole=answer.ended is Ended.WHOLE)
+    stream = _stream_of(ask, whole=answer.ended is Ended.WHOLE)
     stream.read(answer.body)
     if stream.error is None:
         if answer.ended is not Ended.WHOLE:
@@ -132,27 +135,52 @@ class _Choice:
     right: Right
     ids: list[int] = field(default_factory=list)
     text: str = ""
+    reasoning: str = ""
+    arguments: str = ""
+    name: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
+    stop: str | None = None
     roles: int = 0
 
     def check_so_far(self) -> None:
         """It must be a first part of the right one."""
-        if not self.right.text.startswith(self.text):
-            raise Mismatch(_difference(self.text, self.right.text))
+        right = self.right
+        for text, whole in (
+            (self.text, right.text + (right.stop or "")),  # a request that is given back shows what was held back
+            (self.reasoning, right.reasoning),
+            (self.arguments, right.arguments),
+        ):
+            if not whole.startswith(text):
+                raise Mismatch(_difference(text, whole))
+        if self.name not in ("", FUNCTION):
+            raise Mismatch(f"a call of {self.name!r}")
         if tuple(self.ids) != self.right.ids[: len(self.ids)]:
             raise Mismatch(f"token ids {self.ids} are not the first of {list(self.right.ids)}")
 
     def check_complete(self, ask: Ask) -> None:
         """It must be all there."""
         right = self.right
-        if self.text != right.text:
-            raise Mismatch(f"{len(self.text)} of {len(right.text)} characters, cleanly ended: {self.text[-80:]!r}")
+        for text, whole in (
+            (self.text, right.text),
+            (self.reasoning, right.reasoning),
+            (self.arguments, right.arguments),
+        ):
+            if text != whole:
+                raise Mismatch(f"{len(text)} of {len(whole)} characters, cleanly ended: {text[-80:]!r}")
+        if self.stop != right.stop:
+            raise Mismatch(f"stop reason {self.stop!r} instead of {right.stop!r}")
+        _check_logprobs(ask, right, self.logprobs)
         if ask.want_ids and tuple(self.ids) != right.ids:
             raise Mismatch(f"{len(self.ids)} of {len(right.ids)} token ids, cleanly ended")
         if self.finish_reason != right.finish_reason:
             raise Mismatch(f"finish reason {self.finish_reason!r} instead of {right.finish_reason!r}")
         if ask.chat and self.roles != 1:
             raise Mismatch(f"{self.roles} roles instead of one")
+
+
+def _stream_of(ask: Ask, *, whole: bool) -> "_Stream":
+    return (_MessageStream if ask.path == MESSAGES else _Stream)(ask, whole=whole)
 
 
 class _Stream:
@@ -210,7 +238,7 @@ class _Stream:
         except ValueError as error:
             raise Malformed(f"an event that is not JSON: {data[:200]!r}") from error
         if "error" in event:
-            self.error = _error_message(data)
+            self.error = _error_message(data, self.ask)
             return
         self._event(event)
 
@@ -239,18 +267,78 @@ class _Stream:
         if ids and not self.ask.want_ids:
             raise Malformed("token_ids that were not asked for")
         choice.ids += ids or []
+        if part.get("logprobs"):
+            choice.logprobs.append(part["logprobs"])
         delta = part.get("delta")
         if delta is None:
             choice.text += part.get("text") or ""
         else:
-            choice.text += delta.get("content") or ""
-            if "role" in delta:
-                choice.roles += 1
-                if choice.text:
-                    raise Mismatch("a role after the first text")
-        choice.finish_reason = part.get("finish_reason")
-        if part.get("stop_reason") == "recomputed":
+            self._delta(choice, delta)
+        choice.finish_reason, choice.stop = part.get("finish_reason"), part.get("stop_reason")
+        if choice.stop == "recomputed":
             raise Mismatch("the marker of a recompute")
+
+    def _delta(self, choice: _Choice, delta: dict[str, Any]) -> None:
+        if "role" in delta:
+            choice.roles += 1
+            if choice.text:
+                raise Mismatch("a role after the first text")
+        choice.text += delta.get("content") or ""
+        choice.reasoning += delta.get("reasoning") or ""
+        for call in delta.get("tool_calls") or ():
+            choice.name += call["function"].get("name") or ""
+            choice.arguments += call["function"].get("arguments") or ""
+
+
+class _MessageStream(_Stream):
+    """The same in Anthropic's API."""
+
+    def check_complete(self) -> None:
+        """The answer ended cleanly: it must be all there. Raises: Mismatch, Malformed."""
+        if not self.done:
+            raise Malformed("no message_stop")
+        self.choices[0].check_complete(self.ask)
+        _check_message_usage(self.ask, self.usage or {})
+
+    def _event(self, event: dict[str, Any]) -> None:
+        [choice], kind = self.choices, event["type"]
+        if kind == "message_start":
+            self.usage = event["message"]["usage"]
+        elif self.usage is None:
+            raise Malformed(f"{kind} before message_start")
+        elif kind == "content_block_delta":
+            choice.text += event["delta"]["text"]
+        elif kind == "message_delta":
+            choice.finish_reason, choice.stop = _ended_message(event["delta"])
+            self.usage |= event["usage"]
+        elif kind == "message_stop":
+            self.done = True
+
+
+_STOP_REASONS = {"end_turn": "stop", "max_tokens": "length", "stop_sequence": "stop"}
+
+
+def _ended_message(message: dict[str, Any]) -> tuple[str | None, str | None]:
+    """How a message ended, as a chat says it: (finish reason, stop string)."""
+    return _STOP_REASONS.get(message["stop_reason"]), message["stop_sequence"]
+
+
+def _judge_message(ask: Ask, answer: Answer) -> Verdict:
+    if answer.ended is not Ended.WHOLE:
+        raise Malformed(f"cut off before the end ({answer.reason}), {_so_far(answer)}")
+    body, choice = orjson.loads(answer.body), _Choice(ask.choices[0])
+    choice.text = "".join(block["text"] for block in body["content"])
+    choice.finish_reason, choice.stop = _ended_message(body)
+    choice.check_so_far()
+    choice.check_complete(ask)
+    _check_message_usage(ask, body["usage"])
+    return Verdict(Kind.RIGHT, status=200)
+
+
+def _check_message_usage(ask: Ask, usage: dict[str, Any]) -> None:
+    reported, right = (usage.get("input_tokens"), usage.get("output_tokens")), (ask.prompt_tokens, ask.tokens)
+    if reported != right:
+        raise Mismatch(f"usage (input, output) {reported} instead of {right}")
 
 
 def _judge_object(ask: Ask, answer: Answer) -> Verdict:
@@ -262,6 +350,8 @@ def _judge_object(ask: Ask, answer: Answer) -> Verdict:
         raise Mismatch(f"choices {[choice['index'] for choice in choices]} of {len(ask.choices)}")
     for choice, right in zip(choices, ask.choices, strict=True):
         _check_choice(ask, choice, right)
+        if ask.want_prompt_logprobs:
+            _check_prompt_logprobs((body if ask.chat else choice)["prompt_logprobs"], right)
     if body.get("kv_transfer_params") is not None:
         raise Malformed("kv_transfer_params reached the client")
     _check_usage(ask, usage)
@@ -270,16 +360,42 @@ def _judge_object(ask: Ask, answer: Answer) -> Verdict:
 
 def _check_choice(ask: Ask, choice: dict[str, Any], right: Right) -> None:
     """One choice of a whole answer."""
-    text = choice["message"]["content"] if ask.chat else choice["text"]
-    ids, ended = choice.get("token_ids"), (choice["finish_reason"], choice.get("stop_reason"))
-    if text != right.text:
-        raise Mismatch(_difference(text or "", right.text))
-    if ask.want_ids and ids != list(right.ids):
-        raise Mismatch(f"token ids {ids} instead of {list(right.ids)}")
-    if ids and not ask.want_ids:
+    message, got = choice.get("message") or {}, _Choice(right)
+    got.text = (message.get("content") if ask.chat else choice["text"]) or ""
+    got.reasoning = message.get("reasoning") or ""
+    for call in message.get("tool_calls") or ():
+        got.name += call["function"]["name"]
+        got.arguments += call["function"]["arguments"]
+    got.ids = choice.get("token_ids") or []
+    got.logprobs = [choice["logprobs"]] if choice.get("logprobs") else []
+    got.finish_reason, got.stop, got.roles = choice["finish_reason"], choice.get("stop_reason"), 1
+    if got.ids and not ask.want_ids:
         raise Malformed("token_ids that were not asked for")
-    if ended != (right.finish_reason, None):
-        raise Mismatch(f"ended by {ended} instead of {right.finish_reason!r}")
+    got.check_so_far()
+    got.check_complete(ask)
+
+
+def _check_logprobs(ask: Ask, right: Right, parts: list[dict[str, Any]]) -> None:
+    """Each token's, once; and where it begins in the answer."""
+    if not ask.want_logprobs:
+        if parts:
+            raise Malformed("logprobs that were not asked for")
+        return
+    if ask.chat:
+        tokens = [bytes(entry["bytes"]) for part in parts for entry in part["content"]]
+        if tokens != [TOKEN_BYTES[token] for token in right.ids]:
+            raise Mismatch(f"logprobs of {len(tokens)} tokens, of {len(right.ids)} or of others: {tokens[:40]}")
+        return
+    texts = [decode([token]) for token in right.ids]
+    places = [sum(map(len, texts[:place])) for place in range(len(texts))]
+    for name, whole in (("tokens", texts), ("text_offset", places)):
+        if (got := [value for part in parts for value in part[name]]) != whole:
+            raise Mismatch(f"{name} of logprobs {got[:40]} instead of {whole[:40]}")
+
+
+def _check_prompt_logprobs(values: list[Any], right: Right) -> None:
+    if values[0] is not None or [list(value) for value in values[1:]] != [[str(token)] for token in right.prompt[1:]]:
+        raise Mismatch(f"prompt_logprobs of {len(values)} tokens, of {len(right.prompt)} or of others")
 
 
 def _check_usage(ask: Ask, usage: dict[str, Any]) -> None:

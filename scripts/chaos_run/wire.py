@@ -206,5 +206,6 @@ def request_bytes(ask: Ask, host: str) -> bytes:
         f"Content-Length: {len(ask.body)}",
         f"X-Request-Id: {ask.id}",
         f"X-Request-Timeout: {ask.timeout_header or ask.timeout_s}",
+        *([f"Authorization: Bearer {ask.key}"] if ask.key else []),
     ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + ask.body

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from balanceroute.engine.tokens import OutputLengths, continuation, decode
-from scripts.chaos_run.asks import CHAT, COMPLETIONS, Ask, Asker, Behaviour, Mix, Right
+from scripts.chaos_run.asks import CHAT, COMPLETIONS, FUNCTION, MESSAGES, Ask, Asker, Behaviour, Mix, Right
 from scripts.chaos_run.verdict import Kind, judge
 from scripts.chaos_run.wire import Answer, Ended
 
@@ -191,10 +191,82 @@ def test_a_malformed_request_must_be_refused_with_an_error_body() -> None:
     assert judge(ask, Answer(Ended.WHOLE, 200, {}, b"{}")).kind is Kind.WRONG
 
 
+def a_message(*texts: str, **delta: Any) -> list[dict[str, Any]]:
+    usage = {"input_tokens": 3, "output_tokens": 6}
+    end = {"stop_reason": "max_tokens", "stop_sequence": None} | delta
+    parts = [{"type": "content_block_delta", "delta": {"type": "text_delta", "text": text}} for text in texts]
+    start = {"type": "message_start", "message": {"usage": usage | {"output_tokens": 0}}}
+    return [start, {"type": "ping"}, *parts, {"type": "message_delta", "delta": end, "usage": usage}]
+
+
+@pytest.mark.parametrize(
+    ("events", "kind"),
+    [
+        ([*a_message(decode(IDS)), {"type": "message_stop"}], Kind.RIGHT),
+        ([*a_message(decode(IDS)[:9], decode(IDS)[9:]), {"type": "message_stop"}], Kind.RIGHT),
+        (a_message(decode(IDS)), Kind.IMPROPER),
+        ([*a_message(decode(IDS)[1:]), {"type": "message_stop"}], Kind.WRONG),
+        ([*a_message(decode(IDS), stop_reason="end_turn"), {"type": "message_stop"}], Kind.WRONG),
+        ([*a_message(decode(IDS), stop_sequence="x"), {"type": "message_stop"}], Kind.WRONG),
+        (a_message(decode(IDS))[1:], Kind.IMPROPER),
+    ],
+    ids=["whole", "in parts", "no stop", "a part lost", "other end", "stop string", "no start"],
+)
+def test_a_streamed_message_must_be_whole_and_right(events: list[dict[str, Any]], kind: Kind) -> None:
+    assert judge(an_ask(path=MESSAGES), a_stream(events, done=False)).kind is kind
+
+
+def test_a_stop_string_ends_the_right_answer_and_may_begin_only_where_it_was_broken_off() -> None:
+    text = decode(IDS)
+    right = Right(IDS, "length").until(text[8:14])
+    assert right.text == text[:8] and right.ids == IDS[: len(right.ids)] and len(right.ids) < len(IDS)
+    ask = an_ask(choices=(right,))
+    last: dict[str, Any] = {"finish_reason": "stop", "stop_reason": text[8:14], "token_ids": None, "index": 0}
+    whole = an_event(0) | {"choices": [last | {"text": text[:8]}]}
+    assert judge(ask, a_stream([whole])).kind is Kind.RIGHT
+    begun = an_event(0) | {"choices": [last | {"text": text[:10]}]}
+    assert judge(ask, a_stream([begun])).kind is Kind.WRONG
+    begun["choices"][0] |= {"finish_reason": None, "stop_reason": None}
+    assert judge(ask, replace(a_stream([begun, orjson.loads(ERROR)], False), ended=Ended.CUT)).kind is Kind.BROKEN
+
+
+@pytest.mark.parametrize(("name", "shift"), [("tokens", 0), ("text_offset", 0), ("text_offset", 1)])
+def test_the_logprobs_of_every_token_are_needed_where_asked_for(name: str, shift: int) -> None:
+    events, ask = right_events(), an_ask(want_logprobs=True)
+    assert judge(ask, a_stream(events)).kind is Kind.WRONG
+    place = 0
+    for event, token in zip(events, IDS, strict=True):
+        text = decode([token])
+        event["choices"][0]["logprobs"] = {"tokens": [text], "text_offset": [place]}
+        place += len(text)
+    assert judge(ask, a_stream(events)).kind is Kind.RIGHT
+    assert judge(an_ask(), a_stream(events)).kind is Kind.IMPROPER
+    values = events[3]["choices"][0]["logprobs"][name]
+    values[:] = [values[0] + 1] if shift else []
+    assert judge(ask, a_stream(events)).kind is Kind.WRONG
+
+
+def test_reasoning_and_a_tool_call_must_be_right() -> None:
+    right = Right(IDS, "tool_calls", shown="", reasoning="so", arguments="{}")
+    ask = an_ask(path=CHAT, stream=False, choices=(right,))
+    call = {"function": {"name": FUNCTION, "arguments": "{}"}}
+    message: dict[str, Any] = {"content": None, "reasoning": "so", "tool_calls": [call]}
+    usage = {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+
+    def verdict(**change: Any) -> Kind:
+        choice = {"index": 0, "finish_reason": "tool_calls", "message": message | change}
+        body = orjson.dumps({"usage": usage, "choices": [choice]})
+        return judge(ask, Answer(Ended.WHOLE, 200, {}, body)).kind
+
+    assert verdict() is Kind.RIGHT
+    for change in ({"content": "so"}, {"reasoning": ""}, {"tool_calls": []}, {"tool_calls": [call, call]}):
+        assert verdict(**change) is Kind.WRONG
+
+
 def test_the_same_seed_gives_the_same_requests() -> None:
     lengths = OutputLengths.parse("lognormal:40,0.8")
     first, second = Asker(5, Mix(), lengths), Asker(5, Mix(), lengths)
     asks = [first.next() for _ in range(300)]
     assert asks == [second.next() for _ in range(300)]
-    assert {ask.path for ask in asks} >= {COMPLETIONS, CHAT}
+    assert {ask.path for ask in asks} >= {COMPLETIONS, CHAT, MESSAGES}
     assert any(ask.malformed for ask in asks) and any(ask.behaviour.leaves for ask in asks)
