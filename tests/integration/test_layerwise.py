@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -82,7 +83,7 @@ async def test_a_chat_s_estimate_is_corrected_by_the_prefiller(monkeypatch: pyte
 
 @pytest.mark.parametrize("tier", ["p", "d"])
 async def test_a_worker_with_another_model_than_the_others_gives_no_client_a_404(tier: str) -> None:
-    health = {"interval_s": 3600.0}  # else the worker that refuses all comes back, may be for each try of one request
+    health = {"interval_s": 3600.0}  # else the worker that refuses all comes back
     async with running(TWO_BY_TWO, retry={"base_delay_s": 0.001, "max_delay_s": 0.01}, health=health) as router:
         await asyncio.gather(*[ask(router) for _ in range(6)])
         await router.cluster.inject(f"{tier}1", "status", status=404, count=None)
@@ -91,6 +92,20 @@ async def test_a_worker_with_another_model_than_the_others_gives_no_client_a_404
         known, other = router.app.services.fleet.of(Role.PREFILL if tier == "p" else Role.DECODE)
         assert other.circuit.doubtful, "it was asked, and rests"
         assert (await ask(router, model="nope")).status_code == 404 and not known.circuit.doubtful
+        await router.settled()
+
+
+async def test_while_all_others_are_full_a_worker_with_another_model_fails_no_request() -> None:
+    shape = replace(TWO_BY_TWO, max_num_seqs=1)
+    quick: dict[str, Any] = {
+        "retry": {"base_delay_s": 0.001, "max_delay_s": 0.01},
+        "health": {"interval_s": 0.01, "failure_threshold": 1},
+    }
+    async with running(shape, **quick) as router:
+        await asyncio.gather(*[ask(router) for _ in range(4)])
+        await router.cluster.inject("d1", "status", status=404, count=None)
+        replies = await asyncio.gather(*[ask(router, max_tokens=200) for _ in range(4)])
+        assert [reply.status_code for reply in replies] == [200] * 4
         await router.settled()
 
 

@@ -2,9 +2,9 @@
 
 | what happened | the worker | the request |
 |---|---|---|
-| a worker does not know the model, or the router's key, and another one does | as a 500 | as a 500 |
+| a worker does not know the model, or the router's key, and another one does | as a 500 | as a 429 |
 | the same, and those that do are out of service | nothing | ends: 503, as the model is not unknown |
-| its engine has no rank of that number | as a 500 | as a 500 |
+| its engine has no rank of that number | as a 500 | as a 429 if another one serves the model |
 | another 4xx except 429 | nothing | ends: the error is the client's |
 | 429, 503 | rests (`circuit.busy`) | tries again, without counting a failure; ends after the queue's deadline |
 | given back without a lasting token | rests, after `MANY_BACK` in a row | tries again, `MAX_FRUITLESS` times in a row |
@@ -39,9 +39,11 @@ that answers nothing else is blamed soon.
 **Another model or key.** A decode worker that does not know the model or the key with which a prefiller has just served
 the request was started with others; so was a worker that is asked first where another one has served that model. It
 refuses at once, so it is the least loaded one: if nothing were held against it, it would get most requests, and refuse
-them all. So would a rank that its engine has no more, since it was started anew with fewer, and a worker whose chat
-template is another one than all others'. A model that no worker has served is the client's error, and only a key of the
-router's own counts: a client may send any.
+them all. While the others are full it is the only one with a free slot, and one request may try it again and again: so
+these tries are not counted while another worker serves the model. A rank that its engine has no more, since it was
+started anew with fewer, is the same; and so is a worker whose chat template is another one than all others', except
+that its tries count. A model that no worker has served is the client's error, and only a key of the router's own
+counts: a client may send any.
 """
 
 import asyncio
@@ -118,7 +120,7 @@ class Retries:
         self._prefill_failures = self._decode_failures = self._fruitless = self._refused = 0  # in a row
         self._pinned_nothing = False  # a prefiller has answered without KV parameters since the last that had some
         self._erred: set[str] = set()  # workers of either tier that answered it with their own error
-        # before the first token, by tier: the time of its first 429 or 503 in a row, and the last one
+        # before the first token, by tier: the time of its first uncounted refusal in a row, and the last one
         self._refusals: dict[str, tuple[float, UpstreamStatus]] = {}
         self._begun_s = math.inf  # when the first token came on its present decode worker
         self._to_retry: set[str] = set()  # tiers where a try has failed and another may be made
@@ -148,8 +150,14 @@ class Retries:
         fields = {"request": self._request_id, "worker": worker.id, "tier": tier, "error": str(error)}
         log.debug("try failed", extra=fields)
         now = services.tickets.now()
-        if isinstance(error, UpstreamStatus) and pushes_back(error):
-            circuit.busy(now, error.retry_after_s)
+        if isinstance(error, UpstreamStatus) and (
+            pushes_back(error) or (misconfigured and _is_served_beside(worker, self._model, services))
+        ):
+            if misconfigured:
+                self._erred.add(worker.id)
+                circuit.fault(now, public_reason(error))
+            else:
+                circuit.busy(now, error.retry_after_s)
             if not begun:  # else the answer has its own deadline
                 self._refusals[tier] = (self._refusals.get(tier, (now, error))[0], error)
             self._refused += 1
@@ -177,8 +185,7 @@ class Retries:
             return False
         if worker.tier == "decode" and not self._services.config.decode_first:
             return True
-        worker.served_models.discard(self._model)
-        return any(one.able for one in _serving(self._model, worker.spec.role, self._services))
+        return _is_served_beside(worker, self._model, self._services)
 
     def _blame(self, error: UpstreamError, worker: Worker, now: float, *, misconfigured: bool, last: bool) -> None:
         """Count the failure against the worker, unless its cause may be the request, or this process."""
@@ -389,6 +396,12 @@ def _lacks_model(error: UpstreamError, services: LifeServices) -> bool:
 def _serving(model: str | None, role: Role, services: LifeServices) -> list[Worker]:
     """The workers that have served the model, in service or not."""
     return [one for one in services.fleet.of(role) if model in one.served_models]
+
+
+def _is_served_beside(worker: Worker, model: str | None, services: LifeServices) -> bool:
+    """Whether another worker of its tier that has served the model may take the request; this one does not any more."""
+    worker.served_models.discard(model)
+    return any(one.able for one in _serving(model, worker.spec.role, services))
 
 
 def _lacks_rank(error: UpstreamError, worker: Worker) -> bool:

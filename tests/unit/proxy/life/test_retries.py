@@ -143,6 +143,26 @@ async def test_a_worker_with_another_model_or_key_than_one_that_serves_the_model
     assert not known.circuit.doubtful, "no other worker serves the model"
 
 
+@pytest.mark.parametrize(("tier", "settings"), [("prefill", {}), ("decode", {}), ("decode", LAYERWISE)])
+@with_virtual_time
+async def test_a_request_that_meets_another_models_worker_often_waits_for_one_that_serves_it(
+    tier: str, settings: dict[str, object]
+) -> None:
+    services = a_router(a_config(prefillers=2, decoders=2, retry=RETRY, **settings))
+    known, other = services.fleet.of(Role(tier))
+    known.has_served("m")
+    retries = Retries(services, "r", None, "m")
+    for _ in range(2 * RETRY["max_attempts"]):  # it is the only one with a free slot: the other one is full
+        retries.judge(a_status(404, tier=tier), other, begun=False)
+    ticket = services.tickets.submit(RequestSpec("r", 10))
+    with pytest.raises(QueueTimeout, match="answered 404"):
+        await retries.wait_for_worker(ticket, services.loop.create_future())
+    known.circuit.open(services.tickets.now(), "status 500")
+    with pytest.raises((NoHealthyWorkers, UpstreamStatus)):
+        for _ in range(RETRY["max_attempts"]):
+            retries.judge(a_status(404, tier=tier), other, begun=False)
+
+
 @with_virtual_time
 async def test_a_worker_that_serves_no_more_is_no_witness_against_another() -> None:
     services = a_router(a_config(prefillers=2, retry=RETRY))
