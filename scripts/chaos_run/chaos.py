@@ -54,7 +54,7 @@ from scripts.chaos_run.keys import KEYS, write_keys
 from scripts.chaos_run.kills import TAKEOVER_S, Killer
 from scripts.chaos_run.operations import Operator
 from scripts.chaos_run.stack import HOST, OUTPUT_LENGTHS, Shape, Stack, merged
-from scripts.chaos_run.verdict import FAULTS, Kind, Verdict, judge
+from scripts.chaos_run.verdict import FAULTS, INJECTED, Kind, Verdict, judge
 from scripts.chaos_run.wire import GRACE_S, Answer, Client, Ended
 
 SHOWN_FAILURES = 15
@@ -313,6 +313,10 @@ class Run:
             broke = verdict.kind is Kind.IMPROPER and answer.ended in (Ended.CUT, Ended.REFUSED)
             if broke and self._killer.took(time.monotonic(), lag_s + ask.behaviour.pause_s):
                 verdict = replace(verdict, kind=Kind.TAKEN)
+            if self._plan.relays and answer.status in (401, 404) and verdict.detail.endswith(INJECTED):
+                verdict = replace(
+                    verdict, kind=Kind.REFUSED
+                )  # a new relay has seen no worker yet that serves the model
             self.tally.add(ask, answer, verdict, self._elapsed(), lag_s)
             if answer.status in (429, 503):
                 await asyncio.sleep(0.2)  # a fraction of Retry-After: the router stays under pressure
@@ -425,6 +429,8 @@ def main() -> None:
     parser.add_argument("--connector", choices=list(Connector), type=Connector, default=Connector.MOONCAKE_V1)
     parser.add_argument("--keep", type=Path, help="folder for logs and configuration; else they go")
     arguments = parser.parse_args()
+    if arguments.scenario.startswith("frozen") and arguments.connector is Connector.MOONCAKE_LAYERWISE:
+        parser.error("--connector mooncake_layerwise: the emulated workers cannot be processes of their own then")
     with logs_folder("chaos", arguments.keep) as folder:
         good = uvloop.run(run(plan_of(arguments), folder))
     sys.exit(0 if good else 1)

@@ -9,10 +9,12 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from scripts.chaos_run.stack import Stack, children
 
@@ -79,7 +81,7 @@ class Killer:
                 self.done["reload"] += 1
                 self._stack.reload({"routing": {"policy": draw.choice(POLICIES)}})
             elif what == "take over":
-                took = await self._stack.take_over()
+                took = await _to_its_end(self._stack.take_over())
                 self.done["take over" if took else "take over in vain"] += 1
             elif pids := sorted(pid for pid, name in self._children().items() if name.startswith(whom)):
                 await self._harm(what, whom, draw.choice(pids), fault)
@@ -173,6 +175,16 @@ class Killer:
                     aside.unlink()  # another brain listens by now
                 else:
                     aside.replace(link)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, bool]) -> bool:
+    """Wait for it, and also when cancelled: the stack's router is the one that has taken over."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

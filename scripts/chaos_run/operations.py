@@ -15,12 +15,13 @@ from scripts.chaos_run.stack import Stack
 
 MEAN_GAP_S = 4.0
 OUT_S = (0.1, 6.0)  # the shorter ones come back while they still leave, the longer ones as new workers
+PAIRS = (("remove", "add"), ("remove", "add"), ("drain", "undrain"))
 RELOAD_SHARE = 0.3  # of the changes: in the configuration, and SIGHUP
 TRIES, PAUSE_S = 20, 0.5
 
 
 class Operator:
-    """Removes and adds workers, in an order that the seed fixes."""
+    """Removes and adds workers, or drains and undrains them, in an order that the seed fixes."""
 
     def __init__(self, stack: Stack, seed: int) -> None:
         self._stack, self._url = stack, stack.url
@@ -37,15 +38,15 @@ class Operator:
             await asyncio.sleep(draw.expovariate(1.0 / MEAN_GAP_S))
             role, urls = ("prefill", self._prefill) if draw.random() < 0.25 else ("decode", self._decode)
             url, out_s = draw.choice(urls), draw.uniform(*OUT_S)
-            change = self._change
+            change, (out, back) = self._change, draw.choice(PAIRS)
             if draw.random() < RELOAD_SHARE:
-                change = self._reload
+                change, (out, back) = self._reload, PAIRS[0]
                 write_keys(self._stack.folder, draw)
             try:
-                await change("remove", role, url)
+                await change(out, role, url)
                 await asyncio.sleep(out_s)
             finally:
-                await asyncio.shield(change("add", role, url))
+                await asyncio.shield(change(back, role, url))
 
     async def aclose(self) -> None:
         """Close the connections."""
