@@ -91,6 +91,9 @@ async def test_a_worker_with_another_model_than_the_others_gives_no_client_a_404
         assert [reply.status_code for reply in replies] == [200] * 6
         known, other = router.app.services.fleet.of(Role.PREFILL if tier == "p" else Role.DECODE)
         assert other.circuit.doubtful, "it was asked, and rests"
+        assert tier == "d" or router.app.services.metrics.recomputes.value("worker_lost") == 0, (
+            "the decode worker waits"
+        )
         assert (await ask(router, model="nope")).status_code == 404 and not known.circuit.doubtful
         await router.settled()
 

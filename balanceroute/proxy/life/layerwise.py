@@ -21,9 +21,10 @@ What can go wrong, and what is done:
 * D's id of a request is derived from X-Request-Id, and P's message to D carries P's. Every attempt therefore has an id
   of its own, and a request that was recomputed gets a second prefill (one id for the whole life never does: the second
   callback would be taken for a repetition).
-* P fails without having seen the request (no connection, 429, 503): another is asked to push to the same D.
+* P fails without having seen the request (no connection, 429, 503, another model): another is asked to push to the
+  same D.
 * P fails otherwise: D may hold half of the KV and would wait for ever, so its stream is closed and the request goes
-  back to the pool. A 4xx of P goes to the client. If D has given tokens, it has all of the KV: nothing happens.
+  back to the pool. Any other 4xx of P goes to the client. If D has given tokens, it has all of the KV: nothing happens.
 * D and P make different prompts of the request: see `Answer.check_prompt`. P may tell its own after D's first tokens.
 * D never asks: its engine has another connector, or can't reach the URL. After `CALLBACK_S` that is a line in the log
   and in /ready, until D asks. Where no decode worker has ever asked, the request ends after `GIVE_UP_S`: somebody has
@@ -63,7 +64,7 @@ from balanceroute.proxy.life.errors import KvTooOld, WorkerSilent
 from balanceroute.proxy.life.leg import ADMITTED, COMPLETE, CUT_OFF, Event, Leg, Transitions, clear_frames
 from balanceroute.proxy.life.prefilling import ask, has_prefilled
 from balanceroute.proxy.life.pull import failed, given_back, requeue_rest
-from balanceroute.proxy.life.retries import pushes_back
+from balanceroute.proxy.life.retries import is_refused, pushes_back
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.payloads import push_body
 from balanceroute.proxy.wire.probe_reply import PrefillResult
@@ -348,4 +349,4 @@ class Layerwise:
 
 def _unseen(error: UpstreamError) -> bool:
     """Whether the prefiller certainly has not begun, so that another one may push to the same place."""
-    return pushes_back(error) or (isinstance(error, ConnectFailed) and not error.sent)
+    return pushes_back(error) or is_refused(error) or (isinstance(error, ConnectFailed) and not error.sent)
