@@ -14,6 +14,9 @@ links broken, their configuration reloaded, and another router takes over (`kill
 killed may break off, and nothing else may; while a relay stands still its clients wait, and their answers may be later
 by so much.
 
+Requests are of every kind that `asks.py` knows, and have client keys, one with a limit that changes. With `--connector
+mooncake_layerwise` decode workers are chosen first and call the router back.
+
 The seed fixes the requests and the faults, in their order; how they meet depends on the machine. So each failure is
 told with the request id, and the router's log of it can be kept (--keep).
 """

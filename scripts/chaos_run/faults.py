@@ -251,6 +251,7 @@ class Saboteur:
     async def _heal(self, step: Step, kind: str) -> None:
         await asyncio.sleep(step.heal_s)
         await self.inject(step.worker, {"kind": kind})
-        self._out[step.worker] -= 1
-        if self._out[step.worker] <= 0:
-            del self._out[step.worker]
+        if kind is not FaultKind.CLEAR:
+            self._out[step.worker] -= 1
+            if self._out[step.worker] <= 0:
+                del self._out[step.worker]
