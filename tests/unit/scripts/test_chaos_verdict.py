@@ -7,6 +7,11 @@ from typing import Any
 import orjson
 import pytest
 
+from balanceroute.emulator import ClusterShape
+from balanceroute.emulator.replies import Choice
+from balanceroute.emulator.requests import parse_generation
+from balanceroute.emulator.structure import Part
+from balanceroute.emulator.worker import planned_length, stream_of
 from balanceroute.engine.tokens import OutputLengths, continuation, decode
 from scripts.chaos_run.asks import CHAT, COMPLETIONS, FUNCTION, MESSAGES, Ask, Asker, Behaviour, Mix, Right
 from scripts.chaos_run.verdict import Kind, judge
@@ -270,3 +275,27 @@ def test_the_same_seed_gives_the_same_requests() -> None:
     assert asks == [second.next() for _ in range(300)]
     assert {ask.path for ask in asks} >= {COMPLETIONS, CHAT, MESSAGES}
     assert any(ask.malformed for ask in asks) and any(ask.behaviour.leaves for ask in asks)
+
+
+def test_the_right_answers_are_those_of_an_emulated_engine() -> None:
+    lengths = OutputLengths.parse("lognormal:40,0.8", 5)
+    shape, asker, met = ClusterShape(lengths=lengths), Asker(5, Mix(tools_share=0.5), lengths), set()
+    for ask in [asker.next() for _ in range(600)]:
+        if ask.malformed or ask.path == MESSAGES:
+            continue
+        request = parse_generation(
+            orjson.loads(ask.body), chat=ask.chat, model=shape.model, max_model_len=shape.context_tokens
+        )
+        for index, right in enumerate(ask.choices):
+            choice = Choice(index, request.prompts[index // request.n], request)
+            stream, (count, ends) = stream_of(choice), planned_length(choice, request, shape)
+            while choice.finish_reason is None:
+                last = len(choice.ids) == count - 1
+                choice.feed(stream.next(eos=ends and last), ("stop" if ends else "length") if last else None)
+            text = choice.text if choice.plan is None else choice.texts.get(Part.CONTENT, "")
+            shown = (decode(choice.prompt) if request.echo else "") + ("" if request.echo_only else text)
+            parts = choice.texts.get(Part.REASONING, ""), choice.texts.get(Part.CALL, "")
+            made = (tuple(choice.ids), choice.finish_reason, choice.stop_reason, shown, *parts)
+            assert made == (right.ids, right.finish_reason, right.stop, right.text, right.reasoning, right.arguments)
+            met.add((choice.plan is not None, request.echo, request.echo_only, right.stop is not None))
+    assert len(met) >= 5, met
