@@ -241,6 +241,17 @@ async def test_many_requests_that_engines_answer_with_500_leave_half_of_the_tier
 
 
 @with_virtual_time
+async def test_one_of_two_workers_that_begins_to_answer_500_to_all_is_out_of_service_at_once() -> None:
+    services = a_router(a_config(decoders=2, retry=RETRY))
+    broken, other = services.fleet.of(Role.DECODE)
+    await let_pass(2 * RECENT_S)
+    broken.has_begun(services.tickets.now())
+    for _ in range(services.config.health.failure_threshold):
+        Retries(services, "r", None).judge(a_status(500), broken, begun=False)
+    assert why_not_up(broken) == "requests to it fail (status 500)" and not other.circuit.doubtful
+
+
+@with_virtual_time
 async def test_a_worker_that_serves_none_but_its_old_requests_is_blamed_whatever_others_do() -> None:
     services = a_router(a_config(decoders=2, retry=RETRY))
     first, second = services.fleet.of(Role.DECODE)
