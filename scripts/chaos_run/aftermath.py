@@ -71,6 +71,16 @@ async def router_settles(client: httpx.AsyncClient, url: str) -> dict[str, int]:
     return held
 
 
+async def metrics_of(client: httpx.AsyncClient, url: str) -> str:
+    """The router's metrics; while no brain leads, as during a takeover, there are none."""
+    for _ in range(int(SETTLE_S / 0.25)):
+        answer = await client.get(f"{url}/metrics")
+        if answer.status_code == 200:
+            break
+        await asyncio.sleep(0.25)
+    return answer.text
+
+
 async def workers_come_back(client: httpx.AsyncClient, url: str, count: int) -> list[str]:
     """Who of `count` workers does not take requests again within `SETTLE_S` of the last fault; how many are missing."""
     out: list[str] = []

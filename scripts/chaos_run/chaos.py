@@ -46,6 +46,7 @@ from scripts.chaos_run.aftermath import (
     check_outcomes,
     held_by_router,
     held_by_workers,
+    metrics_of,
     outcomes,
     router_settles,
     workers_come_back,
@@ -240,7 +241,7 @@ class Run:
             findings.check(not held, f"router holds {held or 'nothing'}")
             out = await workers_come_back(client, stack.url, self._plan.shape.prefillers + self._plan.shape.decoders)
             findings.check(not out, f"workers not back in service {out or 'none'}")
-            exposition = (await client.get(f"{stack.url}/metrics")).text
+            exposition = await metrics_of(client, stack.url)
             left = tally.kinds[Kind.LEFT] + tally.kinds[Kind.HANGING]
             uncounted = self._taken_along()
             counted = outcomes(exposition)
