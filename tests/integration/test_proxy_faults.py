@@ -267,22 +267,6 @@ async def test_a_prefiller_with_another_model_than_the_others_gives_no_client_a_
         await router.settled()
 
 
-@pytest.mark.parametrize("tier", ["p", "d"])
-async def test_one_of_two_workers_that_begins_to_answer_500_to_all_fails_no_request(tier: str) -> None:
-    # more tries than failures until it is out of service, from which no health check brings it back
-    quick = {"retry": {**QUICK["retry"], "max_attempts": 5}, "health": {"interval_s": 3600.0, "open_for_s": 3600.0}}
-    async with running(PAIR, **quick) as router:
-
-        async def ask(count: int) -> list[int]:
-            replies = [router.client.post("/v1/completions", json=completion()) for _ in range(count)]
-            return [reply.status_code for reply in await asyncio.gather(*replies)]
-
-        await ask(8)  # both have just worked
-        await router.cluster.inject(f"{tier}1", "status", status=500, count=None)
-        assert await ask(24) == [200] * 24
-        await router.settled()
-
-
 @pytest.mark.parametrize(
     "body",
     [
