@@ -1,6 +1,5 @@
 """What a body asks for, and which bodies are refused."""
 
-import tracemalloc
 from contextlib import suppress
 from typing import Any
 
@@ -10,27 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.errors import InvalidRequest
-from balanceroute.proxy.wire.client_request import MAX_NAME, MAX_READ_BYTES, ClientRequest, Endpoint, parse
+from balanceroute.proxy.wire.client_request import MAX_NAME, MAX_READ_BYTES, Endpoint, parse
 from balanceroute.proxy.wire.derived_requests import resume, split
 from balanceroute.proxy.wire.json_size import MAX_FIELDS
 from balanceroute.proxy.wire.payloads import decode_body
 from balanceroute.proxy.wire.prompt_echo import prompt_text
-from tests.unit.proxy.wire.requests import KV, a_request, load
-
-
-def parsed_and_measured(endpoint: Endpoint, body: bytes) -> tuple[ClientRequest, int]:
-    """The request, and the bytes of memory that it takes beside its body: the least of three, as a thread that another
-    test has left may allocate meanwhile.
-    """
-    measured = []
-    for _ in range(3):
-        tracemalloc.start()
-        try:
-            request = parse(endpoint, body)
-            measured.append(tracemalloc.get_traced_memory()[0])
-        finally:
-            tracemalloc.stop()
-    return request, min(measured)
+from tests.unit.proxy.wire.requests import KV, a_request, load, parsed_and_measured
 
 
 def test_parse_reads_what_the_router_needs() -> None:

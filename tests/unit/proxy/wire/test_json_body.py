@@ -12,6 +12,7 @@ from balanceroute.proxy.wire.client_request import Endpoint, parse, request_of
 from balanceroute.proxy.wire.json_body import MAX_DEPTH, MAX_IDS, load_object
 from balanceroute.proxy.wire.json_size import MAX_COMMAS, MAX_NODES
 from balanceroute.proxy.wire.payloads import decode_body, probe_body
+from tests.unit.proxy.wire.requests import parsed_and_measured
 
 NESTED = ["[" * 300 + "]" * 300, '{"a":' * 300 + "1" + "}" * 300]
 
@@ -132,13 +133,8 @@ def test_a_prompt_of_text_takes_its_own_bytes(endpoint: Endpoint, size: int) -> 
     """A thousand waiting requests with 11 MB of prompts took 108 MB; of 20 kB each kept 260 kB."""
     fields = {"prompt": "x" * size, "messages": [{"role": "user", "content": "x" * size}]}
     body = orjson.dumps({name: fields[name] for name in fields if (name == "prompt") is (endpoint == "completions")})
-    parse(endpoint, body)
-    tracemalloc.start()
-    try:
-        request = parse(endpoint, body)
-        assert tracemalloc.get_traced_memory()[0] < size + 2000
-    finally:
-        tracemalloc.stop()
+    request, kept_bytes = parsed_and_measured(endpoint, body)
+    assert kept_bytes < size + 2000
     assert size < len(request.prompt_json) < size + 100
 
 
