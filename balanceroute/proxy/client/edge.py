@@ -5,9 +5,10 @@ deadlines are kept to within `period_s`.
 
 **Places.** Above `max_connections` the connection that has waited longest without a complete request is closed, so slow
 or silent clients keep no other out. If all are busy, the new one gets 503, except for GET and HEAD, so that an operator
-and a liveness probe still reach the router, and requests that always have room (`Request.has_room`); `RESERVE` above
-the limit, new connections are closed unread. Connections and bytes are counted with those of all other relays on this
-machine.
+and a liveness probe still reach the router, and requests that always have room (`Request.has_room`). To send one takes
+a moment, in which others may come; so those that came without a place are closed only where `RESERVE` of them are open.
+If all of these are busy, too, new connections are closed unread. Connections and bytes are counted with those of all
+other relays on this machine.
 
 **Unread answers.** What a client has not read of an answer stays in memory. The limit on stalled clients does not bound
 it: at 512 bytes/s an answer of 64 MB is read for a day and a half. So while all of it is above `max_held_bytes`, relays
@@ -279,8 +280,7 @@ class Edge:
         """Add a new connection; False: there is no room even to refuse it."""
         self.connections.add(connection)
         self._share_load()
-        if self.full and self.waiting:
-            longest = next(iter(self.waiting))
+        if self.full and (longest := self._longest_waiting()) is not None:
             longest.give_way()
             self.leave(longest)  # its place is free now, before its socket has closed
         surplus = self._surplus
@@ -293,11 +293,19 @@ class Edge:
             self._look()
         return True
 
+    def _longest_waiting(self) -> Connection | None:
+        """The connection to be closed for a new one; None: it would make no place."""
+        if self._surplus > RESERVE:
+            return next(iter(self.waiting), None)
+        return next((each for each in self.waiting if each not in self._surplus_ones), None)
+
     def leave(self, connection: Connection) -> None:
         """A connection is lost."""
         self.connections.discard(connection)
         self.waiting.pop(connection, None)
         self._surplus_ones.discard(connection)
+        if self._surplus_ones and not self.full:
+            self._surplus_ones.clear()  # all have a place by now
         self._share_load()
 
     def _share_load(self) -> None:

@@ -240,6 +240,41 @@ async def test_far_above_the_bound_a_connection_is_closed_unread() -> None:
         edge.leave(seat)
 
 
+@pytest.mark.anyio
+async def test_a_probe_at_max_connections_is_answered_although_others_come_before_its_request() -> None:
+    """Each newcomer closed the one before: where clients tried again and again, no probe was answered."""
+    async with listening(max_connections=2) as server:
+        for n in range(2):
+            (await server.connect()).post(b"", b"x-do: wait")
+            await until(lambda: server.site.served == n + 1)  # noqa: B023
+        probe = await server.connect()
+        await until(lambda: len(server.connections) == 3)
+        for n in range(3):
+            await server.connect()
+            await until(lambda: len(server.connections) == 4 + n)  # noqa: B023
+        probe.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await probe.answer())[2] == b"hi"
+
+
+@with_virtual_time
+async def test_connections_that_came_without_a_place_give_way_when_there_is_no_room_to_refuse_others() -> None:
+    edge = an_edge(max_connections=2)
+    busy, silent = [Seat() for _ in range(2)], [Seat() for _ in range(RESERVE + 2)]
+    for seat in busy:
+        assert edge.join(seat)
+        edge.waiting.pop(seat)
+    assert all(map(edge.join, silent))
+    assert [seat.gave_way for seat in silent] == [True] * 2 + [False] * RESERVE
+    for seat in (*busy, *silent[:-2]):
+        edge.leave(seat)
+    assert not edge.full
+    late = [Seat() for _ in range(2)]  # the last ones have places by now
+    assert all(map(edge.join, late))
+    assert [seat.gave_way for seat in silent[-2:]] == [True, True]
+    for seat in late:
+        edge.leave(seat)
+
+
 @with_virtual_time
 async def test_the_longest_waiting_connection_gives_way_and_frees_its_place_at_once() -> None:
     edge = an_edge(max_connections=2)
