@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -115,7 +116,8 @@ def held(state_answer: httpx.Response | None, prefillers: list[str]) -> dict[str
     """What is left, by the brain's /state, and shares of KV, by the prefillers; nothing: all is over."""
     if state_answer is None:
         return {"no brain": 1}
-    pages = {url: httpx.get(f"{url}/metrics", trust_env=False, verify=NO_TLS).text for url in prefillers}
+    ask = partial(httpx.get, trust_env=False, verify=NO_TLS, timeout=PATIENCE_S)
+    pages = {url: ask(f"{url}/metrics").text for url in prefillers}
     usage = {url: total(page, "vllm:kv_cache_usage_perc") for url, page in pages.items()}
     return {**held_by_router(state_answer.json()), **{url: share for url, share in usage.items() if share}}
 

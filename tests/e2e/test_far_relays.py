@@ -10,9 +10,8 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -22,7 +21,7 @@ from balanceroute.proxy.link.hub import Patience
 from tests.e2e.routers import LONG, Authority, Router, a_folder, a_router, all_end, streams
 from tests.plain_http import PLAIN
 from tests.ports import free_base_port, loopback
-from tests.processes import Cluster, end_group
+from tests.processes import Cluster, complete_lines, end_group
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.e2e
@@ -127,27 +126,23 @@ def test_relays_of_other_machines_survive_the_death_of_the_brain(
     async def test(those: Machines) -> None:
         begun = [stream for n, router in enumerate(those.relays) for stream in streams(router, 4, 200, first=20 * n)]
         await until(lambda: all(stream.begun for stream in begun))
+        struck = datetime.now(UTC)
         os.kill(those.brain.brains[-1], number)
         later = [
             stream for n, router in enumerate(those.relays) for stream in streams(router, 3, 20, first=50 + 20 * n)
         ]
         complete = await all_end(begun)
         assert await all_end(later) == 6
+        await until(lambda: len(those.brain.brains) >= 2)  # it may decide before it says that it listens
         assert len(those.brain.brains) == 2 or standbys  # on a busy machine the next one may seem to stand still, too
         void = sum(line["void"] for line in those.brain.logged("relay joined"))
         assert 8 - void <= complete <= 8
         late = [line for line in those.brain.logged("the brain decides")[1:] if line["relays"] < 3]
         assert not void or late  # a relay that does not come in time finds its slots taken
-        assert all(_waited_s(those.brain, line) >= Patience().grace_s for line in late)
+        waited = [datetime.fromisoformat(line["time"]) - struck for line in late]
+        assert all(each.total_seconds() >= Patience().grace_s for each in waited)
 
     with_machines(test, cluster, tmp_path, standbys)
-
-
-def _waited_s(router: Router, decides: dict[str, Any]) -> float:
-    """For how long a brain has waited for relays, of which not all have come."""
-    (listens,) = router.logged("listening", epoch=decides["epoch"])
-    began, decided = (datetime.fromisoformat(line["time"]) for line in (listens, decides))
-    return (decided - began).total_seconds()
 
 
 @pytest.mark.parametrize("epoch", ["", "100"], ids=["its clock is right", "its clock is behind"])
@@ -254,7 +249,7 @@ def test_a_peer_without_a_link_certificate_gets_no_answer_and_does_no_harm(clust
         assert await answer_to(those.port, ours, b"\xff\xff\xff\xff") == b""
         assert await all_end(begun) == 6
         assert len(those.brain.brains) == 1 and not those.brain.logged("relay lost")
-        assert those.brain.logged("connections to listen.link refused")
+        await until(lambda: those.brain.logged("connections to listen.link refused"))
 
     with_machines(test, cluster, tmp_path, names=("a",))
 
@@ -275,8 +270,12 @@ async def _is_refused(those: Machines, cluster: Cluster, folder: Path, authority
     port, log = free_base_port((0,)), folder / "router.log"
     flags = [*authority.flags(), "--set", f"listen.brains=[127.0.0.1:{those.port}]"]
     waiting = asyncio.get_running_loop().create_task(_run_until_cancelled(cluster, folder, flags, port))
-    await until(lambda: log.exists() and "this relay cannot join a brain" in log.read_text())
-    assert reason in log.read_text()
+
+    def says_why() -> bool:  # another reason may come first: a brain on a busy machine does not answer in time
+        lines = complete_lines(log) if log.exists() else []
+        return any("this relay cannot join a brain" in line and reason in line for line in lines)
+
+    await until(says_why)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, **PLAIN) as client:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/ready")).status_code == 503

@@ -289,14 +289,18 @@ def test_one_relay_keeps_accepting_when_all_get_sigterm(cluster: Cluster, tmp_pa
         begun = streams(router, RANKS * SLOTS)
         await all_under_way(router, begun)
         before = router.relays
-        for pid in before.values():
-            os.kill(pid, signal.SIGTERM)
-        await until(lambda: router.logged("leaving") and router.logged("not leaving before another relay accepts"))
-        stays = router.logged("not leaving before another relay accepts")[0]["relay"]
-        assert await all_end(streams(router, 8, 20, first=100)) == 8
-        assert await all_end(begun) == len(begun)
+        router.running.send_signal(signal.SIGSTOP)  # it starts no other relay: one without streams ends at once
+        try:
+            for pid in before.values():
+                os.kill(pid, signal.SIGTERM)
+            await until(lambda: router.logged("leaving") and router.logged("not leaving before another relay accepts"))
+            assert await all_end(streams(router, 8, 20, first=100)) == 8
+            assert await all_end(begun) == len(begun)
+            assert len(router.logged("leaving")) == 1
+        finally:
+            router.running.send_signal(signal.SIGCONT)
         await until(lambda: not set(before.values()) & set(router.relays.values()))
-        assert [line["process"] for line in router.logged("leaving")][-1] == stays
+        assert {line["process"] for line in router.logged("leaving")} == set(before)
         assert await all_end(streams(router, 8, 20, first=200)) == 8
 
     with_router(test, cluster, tmp_path)
@@ -459,7 +463,7 @@ def test_a_standby_takes_over_and_the_former_brain_exits_when_it_resumes(
                 os.kill(first, signal.SIGCONT)
         await until(lambda: [line for line in router.logged("child died") if line["child"].startswith("brain")])
         epochs = [line["epoch"] for line in router.logged("listening") if "epoch" in line]
-        assert epochs == sorted(set(epochs)), "no epoch has two leaders"
+        assert len(epochs) == len(set(epochs)), "no epoch has two leaders"
         assert await all_end(streams(router, 4, 20, first=200)) == 4
 
     with_router(test, cluster, tmp_path, standbys=1)
@@ -562,6 +566,7 @@ def test_a_new_router_takes_over_and_no_request_fails(cluster: Cluster, tmp_path
                 assert await all_end(begun) == 6
                 ended.set()
                 assert all([await client for client in clients])
+                await until(lambda: new.brains)  # it may decide before it says that it listens
                 assert new.brains[-1] not in old.brains and set(new.relays) == {"relay-0.2", "relay-1.2"}
                 assert sum(line["void"] for line in new.logged("relay joined")) == 0
                 finished = r'balanceroute_requests_total\{outcome="finished"\} (\S+)'

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -223,13 +223,20 @@ def test_a_configuration_file_that_blocks_delays_no_request_and_the_next_sighup_
     with process("serve", "--config", str(config), *flags, log=log) as router:
         url = f"http://127.0.0.1:{listening_port(log, router)}"
         wait_for(f"{url}/ready", log, router)
-        config.unlink()
-        os.mkfifo(config)
-        os.kill(router.pid, signal.SIGHUP)
         refused = f"{config}, or a file that it names: no answer within 5 s"
-        with open_when_read(config):
-            assert httpx.get(f"{url}/ready", timeout=PATIENCE_S, **PLAIN).status_code == 200
-            assert refused not in log.read_text()  # it still waits
+        with ExitStack() as pipes:
+
+            def is_answered_meanwhile() -> bool:
+                """Again if it is refused before: a busy machine may need these 5 s itself."""
+                config.unlink()
+                os.mkfifo(config)
+                refusals = log.read_text().count(refused)
+                os.kill(router.pid, signal.SIGHUP)
+                pipes.enter_context(open_when_read(config))
+                assert httpx.get(f"{url}/ready", timeout=PATIENCE_S, **PLAIN).status_code == 200
+                return log.read_text().count(refused) == refusals
+
+            block_until(is_answered_meanwhile)
             config.unlink()
             config.write_text(text + "queue: {max_queued: 3}\n")
             os.kill(router.pid, signal.SIGHUP)
@@ -261,10 +268,15 @@ def test_a_client_that_sends_no_headers_in_time_is_disconnected(cluster: Cluster
     flags = ["--host", "127.0.0.1", "--port", "0", "--set", "limits.client_header_timeout_s=0.3"]
     with process("serve", "--config", str(cluster.config), *flags, log=log) as router:
         port = listening_port(log, router)
-        for start, expected in ((b"", b""), (b"POST /v1/completions HTTP/1.1\r\nhost: x", b"HTTP/1.1 408 ")):
+
+        def answer_to(start: bytes) -> bytes:
             with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as slow:
                 slow.sendall(start)
-                assert slow.recv(100).startswith(expected) and (expected or not slow.recv(100))
+                return slow.recv(100)
+
+        assert answer_to(b"") == b""
+        half = b"POST /v1/completions HTTP/1.1\r\nhost: x"
+        block_until(lambda: answer_to(half).startswith(b"HTTP/1.1 408 "))  # a busy machine may send it too late
 
 
 def test_a_router_whose_standard_streams_are_closed_serves_and_ends_as_any_other(cluster: Cluster) -> None:

@@ -125,7 +125,9 @@ def test_relays_speak_tls_and_the_cookie_of_their_dashboard_is_for_tls_alone(tmp
     chain = authority.write_chain(tmp_path / "chain.pem")
     flags = ("--relays", "2", "--set", f"listen.run_folder={tmp_path}")
     with serving(tmp_path, *flags, tls={"cert_file": str(chain)}, auth={"admin_token": "open-sesame" * 3}) as router:
+        # before either is said, what asks the brain may get 503
         block_until(lambda: router.log.read_text().count('"event":"brain found"') >= 2)
+        block_until(lambda: re.search(r'"event":"listening".*"epoch"', router.log.read_text()))
         answer = httpx.post(
             f"https://127.0.0.1:{router.port}/dashboard/session",
             verify=authority.client(),

@@ -15,7 +15,7 @@ from tests.integration.router import Router, running
 from tests.integration.test_layerwise import ONE, ask, callbacks, probes
 from tests.integration.test_proxy_answers import PROMPT, completion
 from tests.plain_http import PLAIN
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -154,10 +154,14 @@ async def test_a_callback_is_taken_while_clients_use_all_connections_or_all_memo
     def narrow(config: Config) -> Config:
         return config.model_copy(update={"limits": config.limits.model_copy(update=FULL[full])})
 
-    async with running(ONE, adjust=narrow) as router, httpx.AsyncClient(base_url=router.url, **PLAIN) as worker:
+    async with (
+        running(ONE, adjust=narrow) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S, **PLAIN) as worker,
+    ):
+        both = asyncio.Barrier(2)  # to look for both would miss them where one has ended
 
         async def called_back(request: httpx.Request) -> httpx.Response:
-            await until(lambda: router.app.services.exchanges == 2)
+            await both.wait()
             reply = await worker.post(request.url.path, content=request.content.ljust(BODY_BYTES))
             assert reply.status_code == 200, reply.text
             return reply
@@ -186,7 +190,8 @@ async def test_a_decode_worker_that_waits_for_kv_is_not_expected_to_send_tokens(
         await until(lambda: leg.reply is not None)  # the head comes before the KV
         assert leg.kv_due and not leg.expects_tokens
         assert (await client.post(str(asked.url), content=asked.content)).status_code == 200
-        await until(lambda: leg.streaming_from is not None)
-        assert not leg.kv_due and leg.expects_tokens
+        # the prefiller's answer and the first token come over two connections
+        await until(lambda: leg.streaming_from is not None and not leg.kv_due)
+        assert leg.expects_tokens
         assert (await work).status_code == 200
         await router.settled()

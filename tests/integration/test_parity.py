@@ -30,6 +30,7 @@ from balanceroute.simulator.setting import Setting
 from balanceroute.simulator.simulation import Simulation
 from balanceroute.traces import Trace, generate_trace
 from tests.integration.router import configuration, patient, served
+from tests.waiting import until
 
 SHAPE = ClusterShape(prefillers=2, decoders=4, max_num_seqs=3, time_scale=0.02, max_model_len=4096)
 
@@ -63,6 +64,8 @@ def live_run(policy: str, predictor: str, journal: Path) -> list[dict[str, Any]]
             config = configuration(cluster, routing={"policy": policy}, predictor={"kind": predictor})
             app = create_app(config, journal=journal, strict=True)
             async with served(app) as url:
+                # the simulator's workers are up from the start
+                await until(lambda: not any(worker.unknown for worker in app.services.fleet))
                 report = await run_load(a_trace(), LoadOptions(url))
             assert report.completed == report.requests, report.errors
             return config

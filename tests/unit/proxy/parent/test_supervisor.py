@@ -48,9 +48,7 @@ class Running:
 
     def events(self, name: str = "") -> list[str]:
         """What has happened to a child, in its order."""
-        file = self.folder / "events"
-        lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
-        return [event for who, _, event in lines if who == name or not name]
+        return [event for who, _, event in self._lines() if who == name or not name]
 
     def events_since_up(self, name: str) -> list[str]:
         """The same from when it was up first."""
@@ -59,8 +57,8 @@ class Running:
 
     def lives(self, name: str) -> list[int]:
         """The process ids that a child has had."""
-        lines = [line.split() for line in (self.folder / "events").read_text().splitlines()]
-        return list(dict.fromkeys(int(pid) for who, pid, event in lines if who == name and event in ("up", "dies")))
+        pids = [int(pid) for who, pid, event in self._lines() if who == name and event in ("up", "dies")]
+        return list(dict.fromkeys(pids))
 
     def up(self, **times: int) -> None:
         """Wait until each of these children has been there so often."""
@@ -87,8 +85,11 @@ class Running:
 
     def folder_pids(self) -> list[int]:
         """All processes that were ever children."""
+        return [int(pid) for _, pid, _ in self._lines()]
+
+    def _lines(self) -> list[list[str]]:
         file = self.folder / "events"
-        return [int(line.split()[1]) for line in file.read_text().splitlines()] if file.exists() else []
+        return [line.split() for line in complete_lines(file)] if file.exists() else []
 
     def logged(self, event: str) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in complete_lines(self.log) if line.startswith("{")]
