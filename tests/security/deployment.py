@@ -199,7 +199,8 @@ class Edge:
 
     def log(self) -> str:
         """Everything logged."""
-        return self._log.read_text()
+        text = self._log.read_text()
+        return text[: text.rfind("\n") + 1]  # what is written just now may be seen in part
 
     def new_log_lines(self) -> list[str]:
         """What was logged since this was asked last, without the lines of requests and workers."""

@@ -538,10 +538,10 @@ async def test_a_request_refused_before_it_is_served_has_an_id_and_a_log_line(
 async def test_a_client_refused_at_max_connections_gets_its_request_id() -> None:
     async with running(SMALL, limits={"max_connections": 1}) as router:
         async with router.client.stream(
-            "POST", "/v1/completions", json=completion(max_tokens=500, stream=True)
+            "POST", "/v1/completions", json=completion(max_tokens=30_000, stream=True, ignore_eos=True)
         ) as busy:
-            async for _ in busy.aiter_lines():
-                break
+            lines = busy.aiter_lines()  # kept: a generator that is dropped closes the connection
+            await anext(lines)
             async with httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S, **PLAIN) as other:
                 refused = await other.post("/v1/completions", json=completion(), headers={"X-Request-Id": "mine"})
         assert (refused.status_code, refused.headers["x-request-id"]) == (503, "mine")

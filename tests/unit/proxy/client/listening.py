@@ -88,7 +88,6 @@ class EchoSite:
         self.errors: list[BalanceRouteError] = []
         self.reasons: list[str] = []
         self.scopes: list[Scope] = []
-        self.edges: list[Edge] = []
         self.going_on = asyncio.Event()
 
     leaving = False
@@ -167,6 +166,7 @@ class Listening:
         self.site, self._server, self.trusted = site, server, trusted
         self.port = server.servers[0].sockets[0].getsockname()[1]
         self._writers: list[asyncio.StreamWriter] = []
+        self._edge: Edge | None = None
 
     @property
     def connections(self) -> set[Any]:
@@ -174,12 +174,19 @@ class Listening:
 
     @property
     def edge(self) -> Edge:
-        edge: Edge = next(iter(self.connections)).edge
-        return edge
+        """That of all connections, made for the first one."""
+        assert self._edge is not None
+        return self._edge
+
+    def _has_edge(self) -> bool:
+        for each in self.connections:
+            self._edge = getattr(each, "edge", self._edge)  # a handshake has none
+        return self._edge is not None
 
     async def connect(self, source: str = "127.0.0.1") -> Client:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0), ssl=self.trusted)
         self._writers.append(writer)
+        await until(self._has_edge)  # the client's end may be open before the server's
         return Client(reader, writer)
 
     def close(self) -> None:
