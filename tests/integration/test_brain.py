@@ -217,9 +217,10 @@ async def test_streams_go_on_at_a_worker_that_leaves_when_another_brain_leads(ta
             await reload_brain(router.brain, without, Perimeter(without))
             await change("add")
             await until(lambda: states(relay).get(name) is WorkerState.UP)
+        for decoder in ("d0", "d1"):  # they go on when the next brain leads, however late that is
+            await router.cluster.inject(decoder, "stop_barrier")
         streams = asyncio.gather(*(answered(relay, number) for number in range(4)))
         await until(lambda: len(router.brain.services.ledger.scheduler.snapshot.worker(name).active) == 2)
-        await router.cluster.inject("d1", "stop_barrier")  # they go on when the next brain leads, however late that is
         if taken_out_by == "a configuration":
             config = without
             await reload_brain(router.brain, without, Perimeter(without))
@@ -230,7 +231,8 @@ async def test_streams_go_on_at_a_worker_that_leaves_when_another_brain_leads(ta
         async with a_brain(config, router.folder, relays=["relay-0"], again=True) as brain:
             await until(brain.hub.settled.is_set)
             assert brain.services.fleet[name].leaving
-            await router.cluster.inject("d1", "start_barrier")
+            for decoder in ("d0", "d1"):
+                await router.cluster.inject(decoder, "start_barrier")
             await streams
             await until(
                 lambda: name not in brain.services.fleet and not brain.services.ledger.scheduler.snapshot.requests
