@@ -67,7 +67,7 @@ class FitRules:
     stock_share: float = 0.0  # factor of the difference between arriving and waiting prompts, which lowers T further
 
     # Slower workers: `scarce_fit.SlowerWorkers`.
-    most_rise: float = math.inf  # how far a request there may raise the largest load, in Nth parts of it
+    most_rise: float = math.inf  # where c is known: how far one may raise the largest load, in Nth parts of it
 
     # Bonus for waiting, u^2 times tokens: `scarce_fit.Window`.
     size_bonus: float  # A: factor of what the request costs

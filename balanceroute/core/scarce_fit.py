@@ -78,15 +78,18 @@ small differences of size would decide who waits for a minute. So in the square 
 stands for the mean request (mean prompt + c) where it is larger; not in caps, nor in what is huge.
 
 *Slower workers.* Small prompts keep a slower worker level with the others, but not where each request costs c beside
-its tokens: with all slots in use it costs `slowdown` times as much as they do, and all wait for it. One request more
-among the N that run yields 1/N more tokens, so it must not make the step longer by more than 1/N; over its life it
-holds its prompt and half an answer. A step also takes time that no load changes, up to twice that of the loads say. So
-where c is known, a slower worker keeps its slots free while the smallest request would raise the largest load by more
-than `most_rise` = 3 times its Nth part. Where c is not known but prompts are alike (`ALIKE`) there are no small ones,
-and it does the same. There, what no load changes may take as long as `STEADY_TOKENS`; and the envelope comes down only
-if all k slower workers serve one request less. So the load may rise by k Nth parts of both together, if that is more.
+its tokens, nor, c unknown, where prompts are alike (`ALIKE`), as then none are small. With all slots in use such a
+worker costs `slowdown` times as much as the others do, and all wait for it. So it is filled to a level only. Where all
+workers are filled to a level L, or until no slot is free, a step serves the sum of min(slots, L / cost) requests, and
+takes as long as L and what no load changes, `STEADY_TOKENS`. The level is the one that serves most in that time, of
+those where the others, or some slower ones too, have all slots in use. If one of the others is above it, no step is
+shorter for a slower one that stays below that. A request costs what those that run hold on average, but at least a mean
+prompt and half an answer. A worker takes whole requests, so it may pass the level by half of one.
+Where c is known, loads say more of what a step takes. One request more among the N that run yields 1/N more tokens, so
+it must not make the step longer by more than 1/N, and no load changes up to twice what the loads say. So there a
+request must not raise the largest load by more than `most_rise` = 3 times its Nth part either.
 A worker counts as slower only beside its own barrier group, as no others wait for it, and only if it is slower than the
-median there: where most are slower than a few, to leave slots of most free loses more than longer steps do.
+median there.
 
 *Large pools.* Where more wait than there are slots, whatever the last of them are chosen for, they wait longer than the
 mean answer takes; and so many are not needed to find one that fits. So a decision chooses among as many as there are
@@ -140,45 +143,59 @@ def cost(spec: WorkerSpec, prompt_tokens: float) -> float:
 
 
 class SlowerWorkers:
-    """When a slower worker keeps its slots free (see above). O(G) to make.
+    """Up to which load slower workers are filled (see above). O(G log G) to make.
 
-    Attributes: `matter`, whether one ever does. None does where no worker is slower than the median of its barrier
-    group, no worker waits for another, or small prompts keep it level.
+    Attributes: `matter`, whether any is filled to less than its slots. None is where no worker is slower than the
+    median of its barrier group, no worker waits for another, or small prompts keep it level.
     """
 
     def __init__(self, snapshot: ClusterSnapshot, rules: FitRules) -> None:
-        means = snapshot.means
-        self._most_rise, self._half_answer = rules.most_rise, 0.5 * means.answer_tokens
-        self._knows_c = snapshot.request_tokens > 0.0
-        self._usual: dict[str, float] = {}  # the median slowdown of each barrier group
-        self._slower, self._running, self.matter = 0, 1, False
+        means, knows_c = snapshot.means, snapshot.request_tokens > 0.0
+        self._half_answer = 0.5 * means.answer_tokens
+        self._levels: dict[str, tuple[float, float]] = {}  # by barrier group: the median slowdown, and the level
+        self._held, self._most_rise, self.matter = 0.0, math.inf, False
         if snapshot.alike or rules.most_rise == math.inf or not snapshot.shared_barrier:
             return
-        if not self._knows_c and means.deviation_tokens >= ALIKE * (means.prompt_tokens + self._half_answer):
+        if not knows_c and means.deviation_tokens >= ALIKE * (means.prompt_tokens + self._half_answer):
             return
-        slowdowns: dict[str, list[float]] = {}
+        groups: dict[str, list[DecodeInstanceState]] = {}
         for worker in snapshot.up:
-            slowdowns.setdefault(worker.spec.barrier_group, []).append(worker.spec.slowdown)
-        if len(slowdowns) > 1:
-            slowdowns.pop("", None)  # beside named groups a worker without one steps alone
-        self._usual = {group: sorted(members)[(len(members) - 1) // 2] for group, members in slowdowns.items()}
-        self._slower = sum([self._delays_others(worker.spec) for worker in snapshot.up])
-        if self._slower:
-            self.matter = True
-            self._running = max(1, sum([w.occupied for w in snapshot.workers if w.state is not DOWN]))
+            groups.setdefault(worker.spec.barrier_group, []).append(worker)
+        if len(groups) > 1:
+            groups.pop("", None)  # beside named groups a worker without one steps alone
+        running = sum([worker.occupied for worker in snapshot.up])
+        self._held = sum([worker.total_load for worker in snapshot.up]) / max(1, running)
+        self._held = max(self._held, means.prompt_tokens + self._half_answer)  # while what runs is young
+        for group, workers in groups.items():
+            usual = sorted([worker.spec.slowdown for worker in workers])[(len(workers) - 1) // 2]
+            if any([worker.spec.slowdown > usual for worker in workers]):
+                self._levels[group] = usual, self._level(workers, usual)
+        self.matter = bool(self._levels)
+        if knows_c:
+            in_barrier = [worker.occupied for worker in snapshot.workers if worker.state is not DOWN]
+            self._most_rise = rules.most_rise / max(1, sum(in_barrier))
 
-    def _delays_others(self, spec: WorkerSpec) -> bool:
-        """Whether it is slower than the median of its group, which then waits for it."""
-        return spec.slowdown > self._usual.get(spec.barrier_group, spec.slowdown)
+    def _level(self, workers: list[DecodeInstanceState], usual: float) -> float:
+        """The level that serves most in time; the largest load of a worker that is not slower where one is above it."""
+        costs = [(max(1.0, cost(worker.spec, self._held)), worker.spec.slots) for worker in workers]
+        others = [worker for worker in workers if worker.spec.slowdown <= usual]
+        level = least = max([worker.spec.slots * cost(worker.spec, self._held) for worker in others])
+        full, per_load, most = 0, math.fsum([1.0 / each for each, _ in costs]), 0.0
+        for load, each, slots in sorted([(slots * each, each, slots) for each, slots in costs]):
+            full += slots  # requests on workers that have no slot free at this level
+            per_load -= 1.0 / each  # requests on the others, over the level
+            served = (full + load * per_load) / (load + STEADY_TOKENS)
+            if load >= least and served > most:
+                level, most = load, served
+        return max(level, max([worker.step_load for worker in others]))
 
     def may_take(self, spec: WorkerSpec, load: float, prompt_tokens: float, envelope: float) -> bool:
         """Whether a prompt may go to a worker of this load, where the largest load is `envelope`."""
-        if not self.matter or not self._delays_others(spec):
+        found = self._levels.get(spec.barrier_group)
+        if found is None or spec.slowdown <= found[0]:
             return True
-        rise = self._most_rise * envelope
-        if not self._knows_c:
-            rise = max(rise, self._slower * (envelope + STEADY_TOKENS))
-        return load + cost(spec, prompt_tokens + self._half_answer) <= envelope + rise / self._running
+        limit = min(found[1] + 0.5 * cost(spec, self._held), envelope * (1.0 + self._most_rise))
+        return load + cost(spec, prompt_tokens + self._half_answer) <= limit
 
 
 class OpenWorker:

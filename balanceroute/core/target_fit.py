@@ -32,8 +32,9 @@ Past its cap a request goes to the worker with the most room all the same; past 
 to any worker that has some room. A request that fits nowhere would keep all slots from a later class. So if a later
 class waits and every request of this class finds a slot, it goes to the most room at once.
 
-*Slower workers* (LevelFit) keep slots free that cost more than they serve, where c is known (`scarce_fit.py`). In
-slack, and where memory is short, a request passes by those where it would, to the lightest of the others.
+*Slower workers* (LevelFit) keep slots free that cost more than they serve, where c is known or prompts are alike
+(`scarce_fit.py`). In slack, and where memory is short, a request passes by those where it would. It goes to the one of
+the others that is lightest with it: of two idle ones to the faster.
 
 *One worker alone* waits for nobody (LevelFit): requests go in waiting order, as far as memory goes. One that does not
 fit holds up later classes there, as it would inside the engine.
@@ -42,7 +43,6 @@ fit holds up later classes there, as it would inside the engine.
 import math
 from collections.abc import Generator, Iterator
 from heapq import heapify, heappop, heappush
-from operator import attrgetter
 
 from mypy_extensions import mypyc_attr
 
@@ -160,7 +160,7 @@ class TargetFit:
                 worth = [each for each in lightest if slower.may_take(workers[each[1]].spec, each[0], tokens, envelope)]
                 if not worth:
                     continue  # it waits for a departure
-                place = min(worth)
+                place = min([(each[0] + cost(workers[each[1]].spec, tokens), each) for each in worth])[1]
             load, index = place
             worker = workers[index]
             load += cost(worker.spec, request.prompt_tokens)
@@ -186,7 +186,7 @@ class TargetFit:
         pool_is_full: bool,
         force: bool,
     ) -> Iterator[Choice]:
-        """In waiting order, each request to the lightest worker (`SlowerWorkers`) whose memory it fits.
+        """In waiting order, each request to the worker that is lightest with it (`SlowerWorkers`), if it fits there.
 
         A request that fits none of these waits, unless it is past its cap: then it goes to the one with the most room,
         if there is any. `force`: treat every request as past its cap.
@@ -208,7 +208,7 @@ class TargetFit:
                     continue  # it waits for a departure
             fitting = [each for each in worth if tokens <= each.room]
             if fitting:
-                place = min(fitting, key=attrgetter("load"))
+                place = lightest_with(fitting, tokens)
             else:
                 place = roomiest(worth)
                 if not late or place.room <= 0.0:
@@ -250,6 +250,11 @@ def short_of_memory(snapshot: ClusterSnapshot, open_workers: list[DecodeInstance
     """Whether some request might not fit: all that wait together exceed the least room of a worker. O(G + waiting)."""
     least = min([kv_memory(worker, snapshot.means) - worker.total_load for worker in open_workers])
     return least < math.inf and least < sum([tracker.prompt_tokens for tracker in snapshot.pool.front])
+
+
+def lightest_with(workers: list[OpenWorker], prompt_tokens: int) -> OpenWorker:
+    """The first of those that are lightest once they have the prompt."""
+    return min(workers, key=lambda worker: worker.load + cost(worker.spec, prompt_tokens))
 
 
 def roomiest(workers: list[OpenWorker]) -> OpenWorker:

@@ -810,10 +810,11 @@ def test_a_slower_worker_that_small_prompts_do_not_keep_level_keeps_slots_free(
 ) -> None:
     """Four workers of eight requests, and one that takes twice as long with four: the loads are level."""
     scheduler = a_scheduler("level_fit", workers=5, slots=8, slowdowns=[1.0, 1.0, 1.0, 1.0, 2.0], hold_s=0.0)
-    hold(scheduler, [[prompt_tokens] * 8] * 4 + [[prompt_tokens] * 4])
+    held = prompt_tokens + int(answer_tokens / 2)
+    hold(scheduler, [[held] * 8] * 4 + [[held] * 4])
     pool_all(scheduler, {f"w{number}": prompt_tokens for number in range(waiting)})
     means = scheduler.snapshot.means
-    means.deviation_tokens, means.answer_tokens = deviation_tokens, answer_tokens
+    means.prompt_tokens, means.deviation_tokens, means.answer_tokens = prompt_tokens, deviation_tokens, answer_tokens
     assert {worker for _, worker in admitted(scheduler)} == ({"d4"} if taken else set())
 
 
@@ -826,6 +827,26 @@ def test_several_slower_workers_keep_slots_free_only_where_that_is_worth_it_for_
     hold(scheduler, [[6_000] * (4 if slowdown > 1.0 else 8) for slowdown in slowdowns])
     pool_all(scheduler, {"next": 6_000})
     assert bool(admitted(scheduler)) is taken
+
+
+def test_a_slower_worker_that_has_grown_above_all_others_is_no_reason_to_fill_another_one_as_high() -> None:
+    """Each answer that grows raised the limit for the next request, until all slots were in use."""
+    slowdowns = [1.0] * 5 + [2.0] * 3
+    scheduler = a_scheduler("level_fit", workers=8, slots=8, slowdowns=slowdowns, hold_s=0.0)
+    hold(scheduler, [[30_000] * 8] * 5 + [[30_000] * 5] + [[30_000] * 4] * 2)
+    pool_all(scheduler, {"next": 30_000})
+    assert admitted(scheduler) == []
+
+
+def test_a_slower_worker_is_filled_to_the_level_of_its_own_barrier_group() -> None:
+    scheduler = a_scheduler("level_fit", workers=0, hold_s=0.0)
+    for group, slots, slowdowns in (("small", 4, (1.0, 1.0, 2.0)), ("large", 16, (1.0, 1.0))):
+        for slowdown in slowdowns:
+            name = f"d{len(scheduler.snapshot.workers)}"
+            scheduler.add_worker(WorkerSpec(name, Role.DECODE, "", None, slots, slowdown, group), 0.0)
+    hold(scheduler, [[30_000] * 4] * 2 + [[30_000] * 2] + [[30_000] * 16] * 2)
+    pool_all(scheduler, {"next": 30_000})
+    assert admitted(scheduler) == []
 
 
 @pytest.mark.parametrize(
