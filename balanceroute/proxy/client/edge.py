@@ -6,9 +6,10 @@ deadlines are kept to within `period_s`.
 **Places.** Above `max_connections` the connection that has waited longest without a complete request is closed, so slow
 or silent clients keep no other out. If all are busy, the new one gets 503, except for GET and HEAD, so that an operator
 and a liveness probe still reach the router, and requests that always have room (`Request.has_room`). To send one takes
-a moment, in which others may come; so those that came without a place are closed only where `RESERVE` of them are open.
-If all of these are busy, too, new connections are closed unread. Connections and bytes are counted with those of all
-other relays on this machine.
+a moment, in which others may come; so those that came without a place are closed only where a process has more than
+`RESERVE` of them. If all of these are busy, too, new connections are closed unread. Who has no place takes none from
+others, however long it is silent, and gets a free one with its next request. Places and bytes are counted with those
+of all other relays on this machine.
 
 **Unread answers.** What a client has not read of an answer stays in memory. The limit on stalled clients does not bound
 it: at 512 bytes/s an answer of 64 MB is read for a day and a half. So while all of it is above `max_held_bytes`, relays
@@ -183,7 +184,7 @@ class Edge:
         self.connections: set[Connection] = connections
         self.tasks, self.app_state = tasks, app_state
         self.waiting: dict[Connection, None] = {}
-        self._surplus_ones: set[Connection] = set()  # for which there was no place when they came
+        self._placeless: set[Connection] = set()  # there was no place when they came, or with their last request
         self._incoming_bytes = self._served_bytes = 0
         self.held: dict[str, int] = {}
         self.date_line = b""
@@ -224,23 +225,18 @@ class Edge:
 
     @property
     def full(self) -> bool:
-        """Whether there are more connections than there may be."""
-        return self._surplus > 0
+        """Whether more connections have places than may have, of all relays or of this one."""
+        here, limits = self._places_taken, self.limits
+        everywhere = here + self.load.others(CONNECTIONS)
+        return everywhere > limits.max_connections or here > limits.max_connections_here
 
     @property
-    def _surplus(self) -> int:
-        """Connections above what all relays, or this one, may have; negative: there is room for so many."""
-        here, limits = len(self.connections), self.limits
-        everywhere = here + self.load.others(CONNECTIONS)
-        return max(everywhere - limits.max_connections, here - limits.max_connections_here)
+    def _places_taken(self) -> int:
+        return len(self.connections) - len(self._placeless)
 
     def check_place(self, connection: Connection, method: str) -> None:
         """Check that a request of this method has a place. Raises: EdgeFull: too many connections."""
-        if connection not in self._surplus_ones:
-            return
-        if not self.full:
-            self._surplus_ones.discard(connection)
-        elif method not in ("GET", "HEAD"):
+        if connection in self._placeless and not self._take_place(connection) and method not in ("GET", "HEAD"):
             text = "The router has as many client connections as it may have; try again shortly."
             raise EdgeFull(text)
 
@@ -279,37 +275,42 @@ class Edge:
     def join(self, connection: Connection) -> bool:
         """Add a new connection; False: there is no room even to refuse it."""
         self.connections.add(connection)
-        self._share_load()
-        if self.full and (longest := self._longest_waiting()) is not None:
-            longest.give_way()
-            self.leave(longest)  # its place is free now, before its socket has closed
-        surplus = self._surplus
-        if surplus > RESERVE:
-            return False
-        if surplus > 0:
-            self._surplus_ones.add(connection)
+        if not self._take_place(connection):
+            self._close_longest_waiting(with_place=True)
+            if not self._take_place(connection) and len(self._placeless) > RESERVE:
+                self._close_longest_waiting(with_place=False)
+                if len(self._placeless) > RESERVE:
+                    return False
         self.waiting[connection] = None
         if self._looking is None:
             self._look()
         return True
 
-    def _longest_waiting(self) -> Connection | None:
-        """The connection to be closed for a new one; None: it would make no place."""
-        if self._surplus > RESERVE:
-            return next(iter(self.waiting), None)
-        return next((each for each in self.waiting if each not in self._surplus_ones), None)
+    def _take_place(self, connection: Connection) -> bool:
+        """Give it a place; False: none is free."""
+        self._placeless.discard(connection)
+        self._share_load()  # before the look, so that two relays that take the last place at once see each other
+        if not self.full:
+            return True
+        self._placeless.add(connection)
+        self._share_load()
+        return False
+
+    def _close_longest_waiting(self, *, with_place: bool) -> None:
+        longest = next((each for each in self.waiting if (each not in self._placeless) is with_place), None)
+        if longest is not None:
+            longest.give_way()
+            self.leave(longest)  # its place is free now, before its socket has closed
 
     def leave(self, connection: Connection) -> None:
         """A connection is lost."""
         self.connections.discard(connection)
         self.waiting.pop(connection, None)
-        self._surplus_ones.discard(connection)
-        if self._surplus_ones and not self.full:
-            self._surplus_ones.clear()  # all have a place by now
+        self._placeless.discard(connection)
         self._share_load()
 
     def _share_load(self) -> None:
-        self.load.put(CONNECTIONS, len(self.connections))
+        self.load.put(CONNECTIONS, self._places_taken)
 
     def _look(self) -> None:
         now, period_s = self.loop.time(), self.period_s

@@ -8,7 +8,7 @@ a dead relay.
 import mmap
 from typing import Final
 
-CONNECTIONS: Final = 0
+CONNECTIONS: Final = 0  # that have a place
 INCOMING_BYTES: Final = 1
 SERVED_BYTES: Final = 2
 ACCEPTS: Final = 3  # when it last showed that it accepts, in ms of the machine's monotonic clock; 0: it does not

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -235,7 +236,7 @@ async def test_far_above_the_bound_a_connection_is_closed_unread() -> None:
     for seat in busy:
         assert edge.join(seat)
         edge.waiting.pop(seat)
-    assert edge.full and not edge.join(Seat())
+    assert not edge.join(Seat())
     for seat in busy:
         edge.leave(seat)
 
@@ -265,13 +266,29 @@ async def test_connections_that_came_without_a_place_give_way_when_there_is_no_r
         edge.waiting.pop(seat)
     assert all(map(edge.join, silent))
     assert [seat.gave_way for seat in silent] == [True] * 2 + [False] * RESERVE
-    for seat in (*busy, *silent[:-2]):
+    for seat in (*busy, *silent):
         edge.leave(seat)
-    assert not edge.full
-    late = [Seat() for _ in range(2)]  # the last ones have places by now
-    assert all(map(edge.join, late))
-    assert [seat.gave_way for seat in silent[-2:]] == [True, True]
+
+
+@with_virtual_time
+async def test_silent_connections_that_came_without_a_place_keep_no_other_out_when_places_are_free_again() -> None:
+    edge = an_edge(max_connections=2)
+    busy, silent, late = [Seat() for _ in range(2)], [Seat() for _ in range(8)], [Seat() for _ in range(2)]
+    for seat in busy:
+        assert edge.join(seat)
+        edge.waiting.pop(seat)
+    assert all(map(edge.join, silent))
+    for seat in busy:
+        edge.leave(seat)
     for seat in late:
+        assert edge.join(seat)
+        edge.check_place(seat, "POST")
+        edge.waiting.pop(seat)
+    with pytest.raises(EdgeFull):
+        edge.check_place(silent[0], "POST")
+    edge.leave(late[0])
+    edge.check_place(silent[0], "POST")
+    for seat in (late[1], *silent):
         edge.leave(seat)
 
 
@@ -515,7 +532,6 @@ async def test_a_connection_for_which_there_was_no_place_takes_none_from_those_o
     for edge, seat in ((one, first), (other, second), (other, late)):
         assert edge.join(seat)
         edge.waiting.pop(seat)  # each has a complete request
-    assert one.full and other.full
     one.check_place(first, "POST")
     other.check_place(second, "POST")
     other.check_place(late, "GET")
@@ -523,10 +539,25 @@ async def test_a_connection_for_which_there_was_no_place_takes_none_from_those_o
         other.check_place(late, "POST")
     one.leave(first)
     other.check_place(late, "POST")
-    assert one.join(first) and one.full
+    assert one.join(first)
+    with pytest.raises(EdgeFull):
+        one.check_place(first, "POST")
     other.check_place(late, "POST")
     for edge, seat in ((one, first), (other, second), (other, late)):
         edge.leave(seat)
+
+
+@with_virtual_time
+async def test_silent_connections_without_a_place_at_one_relay_keep_no_probe_from_another() -> None:
+    one, other = edges(2, max_connections=1)
+    busy, silent, probe = Seat(), [Seat() for _ in range(RESERVE)], Seat()
+    assert other.join(busy)
+    other.waiting.pop(busy)
+    assert all(map(other.join, silent)) and one.join(probe)
+    one.check_place(probe, "GET")
+    one.leave(probe)
+    for seat in (busy, *silent):
+        other.leave(seat)
 
 
 @with_virtual_time
@@ -536,9 +567,14 @@ async def test_a_relay_takes_no_more_connections_than_it_has_descriptors_for_alt
     for seat in busy:
         assert one.join(seat) and not one.full
         one.waiting.pop(seat)
-    assert one.join(Seat()) and one.full and not other.full
-    for seat in list(one.connections):
-        one.leave(seat)
+    for edge, refused in ((one, pytest.raises(EdgeFull)), (other, nullcontext())):
+        late = Seat()
+        assert edge.join(late)
+        with refused:
+            edge.check_place(late, "POST")
+    for edge in (one, other):
+        for seat in list(edge.connections):
+            edge.leave(seat)
 
 
 @pytest.mark.parametrize("relays", [1, 2, 8, 33, 64])

@@ -122,10 +122,16 @@ async def test_bytes_before_the_handshake_are_bounded() -> None:
 @with_virtual_time
 async def test_without_any_free_place_no_handshake_begins() -> None:
     loop = asyncio.get_running_loop()
-    edge = Edge(EchoSite(), lambda: ClientLimits(max_connections=-RESERVE), loop, set(), set(), {})
-    handshake, plain = Handshake(edge, ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), Echo), Plain()
+    edge = Edge(EchoSite(), lambda: ClientLimits(max_connections=0), loop, set(), set(), {})
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    others = [Handshake(edge, context, Echo) for _ in range(RESERVE)]
+    assert all(map(edge.join, others))
+    edge.waiting.clear()  # all are busy
+    handshake, plain = Handshake(edge, context, Echo), Plain()
     handshake.connection_made(plain)
     assert plain.aborted and not plain.paused
+    for other in others:
+        edge.leave(other)
 
 
 class Late(asyncio.Protocol):
