@@ -344,8 +344,8 @@ class Retries:
 
     def _backoff_s(self, failures: int) -> float:
         """Exponential with full jitter."""
-        retry = self._services.config.retry
-        return _draws.uniform(0.0, min(retry.longest_delay_s, retry.base_delay_s * 2.0 ** (failures - 1)))
+        retry, doublings = self._services.config.retry, min(failures - 1, 1000)  # refusals have no bound, floats have
+        return _draws.uniform(0.0, min(retry.longest_delay_s, retry.base_delay_s * 2.0**doublings))
 
     # -- what is forgotten
 
