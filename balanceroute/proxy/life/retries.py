@@ -16,7 +16,7 @@
 | an answer larger than the router reads | nothing: the request may have asked for it | ends |
 | no descriptor or port was free for a connection | nothing: the router's fault | tries again, as below |
 | 500 from every worker that could take it | nothing; its earlier 500s are cleared, too | ends |
-| 500 from a worker that serves others, when half of its tier, without it, has just answered so | nothing | as below |
+| 500 from a worker that serves others, when half of its tier, not it alone, has just answered so | nothing | as below |
 | anything else | a failure (`circuit.fault`) | tries again, `retry.max_attempts` times in a row |
 | it died | a failure | tries again, or ends when it is the likely cause (`suspicion.py`) |
 
@@ -32,9 +32,9 @@ answers in between is left in use, because a request may be given back by every 
 lacks a feature. Counted as failures, a few such requests of one client would take a small tier out for all clients. So
 if the last try ends with 500, too, and no other worker is left, no worker is blamed.
 
-Many of them at once would take a large tier out. So once others that are half of its tier have answered with 500 within
-`RECENT_S`, a worker that has begun another answer in that time is not blamed. Half of a tier can still be broken: a
-worker that answers nothing else is blamed soon.
+Many of them at once would take a large tier out. So once half of a tier has answered with 500 within `RECENT_S`, a
+worker that has begun another answer in that time is not blamed; one of two is if the other has not answered so. Half of
+a tier can still be broken: a worker that answers nothing else is blamed soon.
 
 **Another model or key.** A decode worker that does not know the model or the key with which a prefiller has just served
 the request was started with others; so was a worker that is asked first where another one has served that model. It
@@ -202,14 +202,14 @@ class Retries:
             worker.circuit.fault(now, public_reason(error))
 
     def _many_err(self, worker: Worker, now: float) -> bool:
-        """Note that a worker has erred; returns whether others have that are half of its tier, while it serves other
-        requests. Its own errors say nothing of the requests, unless it is alone.
+        """Note that a worker has erred; returns whether half of its tier had, while it serves other requests. Its own
+        errors alone say nothing of the requests, unless there is no other worker.
         """
         tier, since_s = self._services.fleet.of(worker.spec.role), now - RECENT_S
-        others = [one for one in tier if one is not worker] or tier
-        erring = sum(one.erred_s > since_s for one in others)
+        erring = [one for one in tier if one.erred_s > since_s]
         worker.erred_s = now
-        return worker.begun_s > since_s and 2 * erring >= len(tier)
+        only_itself = erring == [worker] != tier
+        return worker.begun_s > since_s and 2 * len(erring) >= len(tier) and not only_itself
 
     def _clear_if_all_erred(self, worker: Worker) -> bool:
         """If all workers of this one's tier have answered with their own errors, clear their failures; returns whether

@@ -241,6 +241,18 @@ async def test_many_requests_that_engines_answer_with_500_leave_half_of_the_tier
 
 
 @with_virtual_time
+async def test_requests_that_two_of_three_engines_answer_with_500_are_held_against_each_once() -> None:
+    """Where such requests came once a second they kept workers of a tier of three or four resting, or took one out."""
+    services = a_router(a_config(decoders=3, retry=RETRY))
+    workers = services.fleet.of(Role.DECODE)[:2]
+    await let_pass(2 * RECENT_S)
+    for worker in (*workers, *workers):
+        worker.has_begun(services.tickets.now())
+        Retries(services, "r", None).judge(a_status(500), worker, begun=False)
+    assert not any(worker.circuit.doubtful for worker in workers)
+
+
+@with_virtual_time
 async def test_one_of_two_workers_that_begins_to_answer_500_to_all_is_out_of_service_at_once() -> None:
     services = a_router(a_config(decoders=2, retry=RETRY))
     broken, other = services.fleet.of(Role.DECODE)
