@@ -194,7 +194,9 @@ class SlowerWorkers:
         found = self._levels.get(spec.barrier_group)
         if found is None or spec.slowdown <= found[0]:
             return True
-        limit = min(found[1] + 0.5 * cost(spec, self._held), envelope * (1.0 + self._most_rise))
+        limit = found[1] + 0.5 * cost(spec, self._held)
+        if self._most_rise < math.inf:
+            limit = min(limit, envelope + self._most_rise * envelope)
         return load + cost(spec, prompt_tokens + self._half_answer) <= limit
 
 

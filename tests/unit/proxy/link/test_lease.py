@@ -1,6 +1,5 @@
 """One pod leads at a time, whatever becomes of the API server and of clocks."""
 
-import os
 import shutil
 import threading
 import time
@@ -16,6 +15,7 @@ from balanceroute.proxy.link.kubernetes import Lease, LeaseApi, LeaseSpec
 from balanceroute.proxy.link.leadership import FileLead
 from balanceroute.proxy.link.lease import LeaseLead
 from tests.api_server import ApiServer, an_api_server
+from tests.descriptors import open_files
 from tests.waiting import PATIENCE_S, block_until
 
 SHORT_S = 2  # of leases that are to be lost
@@ -566,8 +566,8 @@ def test_a_brain_that_waits_for_the_lease_while_its_run_folder_is_lost_keeps_no_
     api = Stored(of("b", 1))
     with a_lead(tmp_path, api, Clock()) as lead:
         assert not lead.take()
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_files(tmp_path)
         for _ in range(3):
             (tmp_path / "lead").unlink()
             assert not lead.take()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert open_files(tmp_path) == before

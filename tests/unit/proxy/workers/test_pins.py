@@ -16,6 +16,7 @@ import pytest
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.workers import pins as module
 from balanceroute.proxy.workers.pins import DRAWN_TOKENS, HEAD, Pin, PinRecord, stand_in
+from tests.descriptors import open_files
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -537,10 +538,10 @@ def test_writing_a_record_anew_leaves_no_descriptor_open(
     record = PinRecord(path)
     if room < math.inf:
         monkeypatch.setattr(module.os, "write", FullDisk(path, int(room)))
-    before = os.listdir("/proc/self/fd")
+    before = open_files(path.parent)
     for number in range(20):
         a_pin(record, str(number)).release()
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert open_files(path.parent) == before
     record.close()
 
 
