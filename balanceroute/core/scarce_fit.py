@@ -86,10 +86,10 @@ those where the others, or some slower ones too, have all slots in use. If one o
 shorter for a slower one that stays below that. A request costs what those that run hold on average, but at least a mean
 prompt and half an answer. A worker takes whole requests, so it may pass the level by half of one.
 Where c is known, loads say more of what a step takes. One request more among the N that run yields 1/N more tokens, so
-it must not make the step longer by more than 1/N, and no load changes up to twice what the loads say. So there a
-request must not raise the largest load by more than `most_rise` = 3 times its Nth part either.
+it must not make the step longer by more than 1/N; and what no load changes takes up to twice as long as the loads do.
+So there a request must not raise the largest load by more than `most_rise` = 3 times its Nth part either.
 A worker counts as slower only beside its own barrier group, as no others wait for it, and only if it is slower than the
-median there.
+median there: where most are slower than a few, to leave slots of most free loses more than longer steps do.
 
 *Large pools.* Where more wait than there are slots, whatever the last of them are chosen for, they wait longer than the
 mean answer takes; and so many are not needed to find one that fits. So a decision chooses among as many as there are
