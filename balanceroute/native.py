@@ -1,10 +1,10 @@
 """The modules that mypyc compiles, and the rule that code compiled from other sources never runs.
 
 These modules are ordinary typed Python, which setup.py compiles at installation where there is a C compiler: a request
-takes a third less CPU. Nothing else depends on it. The machine code of all lies in one library whose name ends with a
-digest of the sources, beside a small module for each. Where that library is not found (no compiler; a checkout with
-other sources than at its installation) or `BALANCEROUTE_PURE_PYTHON=1` is set, `Sources` has the same modules read as
-Python.
+takes a third less CPU, a simulation a fifth to two fifths. Nothing else depends on it. The machine code of all lies in
+one library whose name ends with a digest of the sources, beside a small module for each. Where that library is not
+found (no compiler; a checkout with other sources than at its installation) or `BALANCEROUTE_PURE_PYTHON=1` is set,
+`Sources` has the same modules read as Python.
 
 A compiled coroutine has no exception state of its own (mypyc 2): while it waits in an `except` or a `finally`, the
 exception is lost to whoever else runs, and to raise it again crashes the process, or ends as if nothing had happened.
@@ -113,6 +113,12 @@ MODULES: Final = (
     "proxy.workers.relay_fleet",
     "proxy.workers.reply",
     "proxy.workers.upstream",
+    "simulator.arrivals",
+    "simulator.groups",
+    "simulator.oracle",
+    "simulator.ranks",
+    "simulator.simulation",
+    "simulator.telemetry",
 )
 CONSTANTS_OF: Final = (  # modules that stay Python, but whose constants mypyc writes into the compiled ones
     "errors",

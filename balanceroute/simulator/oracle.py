@@ -65,6 +65,8 @@ class PredictorForecast(Forecast):
     def __init__(self, forecaster: Forecaster, *, learns: bool = False) -> None:
         self.forecaster = forecaster
         self.learns = learns
+        predictor = forecaster.predictor
+        self._refitted = predictor if isinstance(predictor, Refittable) else None  # slow: looked up once
         self.refresh_every_tokens = refresh_interval_tokens(forecaster.horizon_steps)
 
     def initial(self, request: int, prompt_tokens: int, prompt_key: str, age_tokens: int = 0) -> float | None:
@@ -83,11 +85,10 @@ class PredictorForecast(Forecast):
         if not self.learns:
             return
         self.forecaster.finished(tracker, "stop", now)
-        predictor = self.forecaster.predictor
-        if isinstance(predictor, Refittable):
+        if self._refitted is not None:
             running = scheduler.snapshot.decoding()
             refit_on_growth(
-                predictor,
+                self._refitted,
                 lambda: [(t.age_tokens, t.prompt_tokens - t.earlier_tokens) for t in running if t is not tracker],
             )
 

@@ -19,6 +19,7 @@ from operator import attrgetter
 from time import perf_counter
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from balanceroute.core.policy import AdmissionPolicy, StageTimer
 from balanceroute.core.scheduler import Scheduler
@@ -57,6 +58,7 @@ def check_lengths(lengths: TrueLengths, trace: Trace, setting: Setting) -> None:
         )
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)  # tests look into its steps
 class Simulation:
     """One replay of a trace; `run` may be called once."""
 

@@ -25,6 +25,14 @@ class Watched(Simulation):
     """A simulation that keeps every admission, and calls `look` on itself before every step."""
 
     look: Callable[["Watched"], None] | None = None
+    admissions: list[Bound]
+
+    def decide(self) -> None:
+        ranks = self.groups[0].ranks
+        before = ranks.home.copy()
+        super().decide()
+        bound = enumerate(zip(before, ranks.home, strict=True))
+        self.admissions += [(request, worker) for request, (earlier, worker) in bound if worker != earlier]
 
     def end_step(self) -> bool:
         if self.look is not None:
@@ -41,15 +49,8 @@ def a_simulation(setting: Setting, policy: str, seed: int, rows: int = 120) -> t
     trace = generate_trace("heavy_tailed", rows=rows, seed=seed).with_lengths(0.05, 0.02).at_rate(50.0)
     made = make_policy(PolicySettings(policy=policy, seed=seed))
     simulation = Watched(trace, setting, made, TrueLengths(trace), Forecast(), check_invariants=True)
-    admissions: list[Bound] = []
-    bind = simulation.groups[0].ranks.bind
-
-    def kept(request: int, worker: int) -> None:
-        admissions.append((request, worker))
-        bind(request, worker)
-
-    simulation.groups[0].ranks.bind = kept  # type: ignore[method-assign]
-    return simulation, admissions
+    simulation.admissions = []
+    return simulation, simulation.admissions
 
 
 @settings(max_examples=20, deadline=None)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from balanceroute.core.policies import BUILT_IN
-from balanceroute.core.scheduler import Scheduler
-from balanceroute.core.types import Admit
+from balanceroute.core.policies import BUILT_IN, make_policy
+from balanceroute.core.policy import AdmissionPolicy, Choice
+from balanceroute.core.snapshot import ClusterSnapshot
 from balanceroute.errors import InputError
 from balanceroute.experiments import (
     EXPERIMENTS,
@@ -34,11 +34,26 @@ from balanceroute.experiments import (
 from balanceroute.experiments.jobs import Job, Workload, replayed, run_jobs
 from balanceroute.experiments.methods import MAIN
 from balanceroute.experiments.tables import Table
+from balanceroute.simulator import Replay
 from balanceroute.traces import Trace, generate_trace, write_trace
 from balanceroute.traces.trace import COLUMNS
 from tests.commands import run_command
 
 TINY = replace(Scope.of(quick=True, trace=None), seeds=(0, 1), rows=60, widths=(2, 4), loads=(0.5, 1.1), sweep_rows=40)
+
+
+class Counting(AdmissionPolicy):
+    """Another policy, and how many admissions each of its stages has made."""
+
+    def __init__(self, policy: AdmissionPolicy) -> None:
+        self.policy, self.name = policy, policy.name
+        self.waits_for_slots, self.horizon_steps = policy.waits_for_slots, policy.horizon_steps
+        self.stages: Counter[int] = Counter()
+
+    def decide(self, snapshot: ClusterSnapshot, now: float) -> Iterator[Choice]:
+        for choice in self.policy.decide(snapshot, now):
+            self.stages[choice.stage] += 1
+            yield choice
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -100,20 +115,12 @@ def test_the_report_shows_the_papers_ratios_and_names_synthetic_data(tmp_path: P
 @pytest.mark.parametrize(
     ("method", "both"), [(methods.BR_0, False), (methods.BR_0_BOTH_4, True), (methods.BR_H_BOTH_8, True)]
 )
-def test_both_stages_run_only_in_the_rows_that_name_them(
-    method: methods.Method, both: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stages: Counter[int] = Counter()
-    admit = Scheduler.admit
-
-    def counting(scheduler: Scheduler, now: float) -> list[Admit]:
-        admissions = admit(scheduler, now)
-        stages.update(admission.stage for admission in admissions)
-        return admissions
-
-    monkeypatch.setattr(Scheduler, "admit", counting)
-    Job(Workload("heavy_tailed", rows=900), method, 2).run()
-    assert stages[1] > 0 and (stages[2] > 0) is both
+def test_both_stages_run_only_in_the_rows_that_name_them(method: methods.Method, both: bool) -> None:
+    job = Job(Workload("heavy_tailed", rows=900), method, 2)
+    trace, train = replayed(job.workload, job.n_workers)
+    policy = Counting(make_policy(method.policy))
+    Replay(trace, method.policy, job.setting, method.predictor, train, own_policy=policy).run()
+    assert policy.stages[1] > 0 and (policy.stages[2] > 0) is both
 
 
 @pytest.mark.usefixtures("short_answers")
