@@ -564,6 +564,7 @@ def test_a_successor_gets_the_sockets_and_all_leave_when_it_is_ready(running: Ru
 @pytest.mark.parametrize("running", [{"launcher": "open(f'{sys.argv[4]}/slow-relay-1', 'w').close()"}], indirect=True)
 def test_a_child_that_has_died_since_it_was_up_is_waited_for_before_a_router_takes_over(running: Running) -> None:
     running.up(brain=1, relay_0=1)
+    block_until(lambda: running.events("relay-1") == ["starts"])  # there may be none of it yet
     (running.folder / "no-fork").touch()
     os.kill(running.pid("brain"), signal.SIGKILL)
     block_until(lambda: running.logged("no process can be started, tried again"))
