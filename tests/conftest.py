@@ -3,6 +3,8 @@
 import gc
 import logging
 from collections.abc import Generator, Iterator
+from itertools import count
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +14,7 @@ from balanceroute.core.policies import POLICIES
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("a second time", settings.get_profile("any machine"), max_examples=30)  # see .ci/run
 settings.load_profile("any machine")
+NUMBERS = count()
 
 
 def pytest_configure() -> None:
@@ -22,6 +25,12 @@ def pytest_configure() -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Named by a number: a socket's path has at most 107 bytes, of which TMPDIR and the user's name may take many."""
+    return tmp_path_factory.mktemp(str(next(NUMBERS)), numbered=False)
 
 
 @pytest.fixture(autouse=True)
