@@ -6,10 +6,10 @@ The rules are those of client-go's leaderelection, and so are the proportions of
     2/3 of the duration                    after it sent its last successful renewal, the leader leads no more
     1/1 of the duration                    after they last saw the Lease change, standbys may take it
 
-Each process measures these spans by its own monotonic clock; times in the Lease are another's, and are not used. The
-leader counts from before its request, standbys from after their answer. So the leader has stepped down before another
-one leads, unless one clock runs 1.5 times as fast as the other. Beyond that, epochs decide: each new leader increments
-`leaseTransitions`, and relays join no brain with a smaller number.
+Each process measures these spans by its own clock, which goes on while its machine is suspended; times in the Lease are
+another's, and are not used. The leader counts from before its write, standbys from after their answer. So the leader
+has stepped down before another one leads, unless one clock runs 1.5 times as fast as the other. Beyond that, epochs
+decide: each new leader increments `leaseTransitions`, and relays join no brain with a smaller number.
 
 The holder of a Lease is a run folder, not a process. So a brain that gets the file's lock in that folder leads at once:
 the former leader there is dead or deposed (`leadership.py`), and its next write fails because the Lease's version has
@@ -21,7 +21,6 @@ A thread renews the Lease. It stops when the event loop hangs for `STUCK_S`.
 import logging
 import random
 import threading
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final
@@ -29,6 +28,7 @@ from typing import Final
 from balanceroute.errors import ConfigError
 from balanceroute.proxy.link.kubernetes import Lease, LeaseApi, LeaseError, LeaseSpec
 from balanceroute.proxy.link.leadership import STUCK_S, FileLead
+from balanceroute.proxy.telemetry.clock import now_s
 from balanceroute.proxy.telemetry.troubles import Trouble
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class LeaseLead:
         api: LeaseApi,
         identity: Callable[[], str],
         duration_s: int,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = now_s,
         again: bool = False,
     ) -> None:
         """`local`: the lead in this pod. `identity`: returns the run folder's name; called with the lock held. `again`:
@@ -77,7 +77,7 @@ class LeaseLead:
             return False
         self._next_s = now + self._retry_s * random.uniform(1.0, JITTER)
         try:
-            lease = self._taken()
+            lease, asked_s = self._taken()
             self._heard = True
             self._trouble.end()
         except LeaseError as error:
@@ -85,11 +85,11 @@ class LeaseLead:
                 raise ConfigError(f"listen.lease: {error}") from None
             self._warn(error)
             return False
-        if lease is None or self._clock() - now >= self._deadline_s:
+        if lease is None or self._clock() - asked_s >= self._deadline_s:
             return False
         if not self._local.renew():  # deposed here while the API server was slow; the one that leads here has the Lease
             return False
-        return self._lead(lease, now)
+        return self._lead(lease, asked_s)
 
     def renew(self) -> bool:
         """Show that the event loop runs; False: the lead is lost, here or (before `resign`) in the cluster."""
@@ -135,16 +135,19 @@ class LeaseLead:
         self._holder = self._identity()
         return True
 
-    def _taken(self) -> Lease | None:
-        """Take the Lease; returns it as it is then. None: another pod holds it. Raises: LeaseError."""
-        found = self._api.read()
+    def _taken(self) -> tuple[Lease | None, float]:
+        """Take the Lease; returns it as it is then, and when that was asked for. None: another pod holds it.
+
+        Raises: LeaseError.
+        """
+        found, asked_s = self._api.read(), self._clock()
         if found is None:
-            return self._api.create(self._held(self._next_epoch()))
+            return self._api.create(self._held(self._next_epoch())), asked_s
         self._look_at(found.spec)
         holder = found.spec.holder_identity
         if holder and holder != self._holder and not self._is_over(found.spec):
-            return None
-        return self._api.replace(found, self._held(self._next_epoch()))
+            return None, asked_s
+        return self._api.replace(found, self._held(self._next_epoch())), asked_s
 
     def _look_at(self, spec: LeaseSpec) -> None:
         if spec != self._seen:
@@ -156,7 +159,7 @@ class LeaseLead:
                 self.others = self.epoch
 
     def _is_over(self, spec: LeaseSpec) -> bool:
-        """Whether the Lease was not renewed for its duration by our clock, while this process ran all the time."""
+        """Whether the Lease, as just read, was not renewed for its duration by our clock."""
         return self._clock() - self._seen_s > (spec.lease_duration_seconds or self._duration_s)
 
     def _next_epoch(self) -> int:
@@ -197,7 +200,9 @@ class LeaseLead:
     def _keep(self, lease: Lease, ends: threading.Event) -> None:
         """In a thread: renew the Lease, but not when the loop hangs, until the lead is released or lost."""
         held: Lease | None = lease
-        while held is not None and not ends.wait(self._retry_s):
+        next_s = self._renewed_s + self._retry_s  # from call to call: a slow API server leaves no time for pauses
+        while held is not None and not ends.wait(max(0.0, next_s - self._clock())):
+            next_s = self._clock() + self._retry_s
             if self._clock() - self._asked_s < STUCK_S:
                 held = self._renewed(held)
         if held is None:
@@ -210,9 +215,7 @@ class LeaseLead:
         """The renewed Lease, or the old one if the answer is unknown; None: another pod holds it."""
         asked_s = self._clock()
         try:
-            renewed = self._api.replace(held, self._held(self.epoch, held.spec.acquire_time))
-            if renewed is None and (held_by_now := self._reread()) is not None:
-                renewed = self._api.replace(held_by_now, self._held(self.epoch, held_by_now.spec.acquire_time))
+            renewed = self._replaced(held, self._held(self.epoch, held.spec.acquire_time))
         except LeaseError as error:
             self._warn(error)
             return held
@@ -220,6 +223,15 @@ class LeaseLead:
             self._renewed_s = asked_s
             self._trouble.end()
         return renewed
+
+    def _replaced(self, held: Lease, spec: LeaseSpec) -> Lease | None:
+        """Write our Lease, over others' changes that leave it ours. None: another pod holds it. Raises: LeaseError."""
+        replaced = self._api.replace(held, spec)
+        if replaced is None and (found := self._reread()) is not None:
+            replaced = self._api.replace(found, spec)
+            if replaced is None:  # changed again; the next try will find out whose it is
+                raise LeaseError("others change the lease all the time")
+        return replaced
 
     def _reread(self) -> Lease | None:
         """Read the Lease again, after a lost answer or a change by others; None: another pod holds it."""
@@ -236,8 +248,7 @@ class LeaseLead:
             holder_identity="", lease_duration_seconds=1, renew_time=_now(), lease_transitions=self.epoch
         )
         try:
-            if self._api.replace(held, nobody) is None and (ours := self._reread()) is not None:
-                self._api.replace(ours, nobody)
+            self._replaced(held, nobody)
             log.info("the lease is given up", extra={"lease": self._api.name, "epoch": self.epoch})
         except LeaseError as error:
             self._warn(error)

@@ -471,13 +471,18 @@ def test_a_hanging_event_loop_loses_the_lease(server: ApiServer, monkeypatch: py
 
 
 class Stored(LeaseApi):
-    """A Lease in memory; `meanwhile` is called before each write that may change it."""
+    """A Lease in memory; `meanwhile` is called before each write that may change it, `reads` before each read."""
 
     def __init__(self, spec: LeaseSpec | None = None) -> None:
         self.name, self.spec, self.version = "serving/router", spec, 1
         self.meanwhile: Callable[[], None] = lambda: None
+        self.reads: Callable[[], None] = lambda: None
 
     def read(self) -> Lease | None:
+        self.reads()
+        return self.present()
+
+    def present(self) -> Lease | None:
         return None if self.spec is None else Lease({"version": self.version}, self.spec)
 
     def create(self, spec: LeaseSpec) -> Lease | None:
@@ -489,15 +494,21 @@ class Stored(LeaseApi):
 
     def put(self, spec: LeaseSpec) -> Lease | None:
         self.spec, self.version = spec, self.version + 1
-        return self.read()
+        return self.present()
 
     def close(self) -> None:
         """Nothing is open."""
 
 
+class Unattended(LeaseLead):
+    """Its thread renews nothing, so that only the test does."""
+
+    def _keep(self, lease: Lease, ends: threading.Event) -> None: ...
+
+
 @contextmanager
 def a_lead(folder: Path, api: Stored, clock: Clock) -> Iterator[LeaseLead]:
-    lead = LeaseLead(FileLead(folder / "lead"), api, lambda: "a", 15, clock)
+    lead = Unattended(FileLead(folder / "lead"), api, lambda: "a", 15, clock)
     try:
         yield lead
     finally:
@@ -525,6 +536,77 @@ def test_a_leader_counts_the_time_of_its_lease_from_before_it_asked(tmp_path: Pa
         assert lead.renew()
         clock.now_s += 0.2
         assert not lead.renew()
+
+
+class Pauses(threading.Event):
+    """Ends a leader's thread after some pauses, whose lengths it notes."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock, self.lengths_s = clock, list[float]()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.lengths_s.append(round(timeout, 6))
+        self.clock.now_s += timeout
+        return len(self.lengths_s) == 4
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "pauses_s"), [(0.0, 2.0), (1.5, 0.5), (4.5, 0.0)], ids=["at once", "slow", "very slow"]
+)
+def test_a_leader_keeps_its_lease_with_an_api_server_that_answers_slowly(
+    tmp_path: Path, takes_s: float, pauses_s: float
+) -> None:
+    api, clock = Stored(of("", 1)), Clock()
+
+    def late() -> None:
+        clock.now_s += takes_s
+
+    def late_in_the_thread() -> None:
+        late()
+        assert lead.renew()
+
+    api.reads = api.meanwhile = late
+    with a_lead(tmp_path, api, clock) as lead:
+        assert lead.take() and lead.renew()
+        held, pauses = api.present(), Pauses(clock)
+        assert held is not None
+        api.meanwhile = late_in_the_thread
+        LeaseLead._keep(lead, held, pauses)
+        assert pauses.lengths_s == [pauses_s] * 4 and lead.renew()
+
+
+def test_a_leader_whose_machine_was_suspended_for_too_long_leads_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead = Unattended(FileLead(tmp_path / "lead"), Stored(), lambda: "a", 15)
+    assert lead.take() and lead.renew()
+    awake = time.clock_gettime
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: awake(clock) + 11.0)  # `time.monotonic` stood still
+    assert not lead.renew()
+    lead.release()
+
+
+def test_a_leader_keeps_its_lease_while_others_change_other_fields_again_and_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    api, clock = Stored(of("", 1)), Clock()
+
+    def others() -> None:
+        api.version += 1
+
+    with a_lead(tmp_path, api, clock) as lead:
+        assert lead.take()
+        held = api.present()
+        api.meanwhile = others
+        for _ in range(3):
+            clock.now_s += 3.0
+            assert held is not None and lead.renew()
+            held = lead._renewed(held)
+        assert held is not None and "can't be read or renewed" in caplog.text
+        clock.now_s += 2.0
+        assert not lead.renew()  # as it has not been renewed
 
 
 @pytest.mark.parametrize(
