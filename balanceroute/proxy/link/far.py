@@ -151,15 +151,14 @@ class FarMembers:
     """The names of the far members of a brain's leaderships, in a file that outlives it."""
 
     def __init__(self, path: Path, others_led: bool = False) -> None:
-        """Read the names that the former brain of this folder has left. `others_led`: another machine's brain has led,
-        which other relays may have joined.
+        """Read the names that the former brain of this folder has left. `others_led`: another machine's brain has led
+        since. Its relays may be others, and have lost it by now.
         """
         self._path = path
-        self.known = not others_led  # False: there may be far relays whose names are not known
-        try:
-            self.names = frozenset(path.read_text(encoding="utf-8").split("\n")) - {""}
-        except (OSError, UnicodeDecodeError):  # there is no file, or it is damaged
-            self.known, self.names = False, frozenset()
+        self.known, self.names = False, frozenset[str]()  # not known: there may be far relays, of any name
+        if not others_led:
+            with suppress(OSError, UnicodeDecodeError):  # there is no file, or it is damaged
+                self.names, self.known = frozenset(path.read_text(encoding="utf-8").split("\n")) - {""}, True
 
     def keep(self, names: Iterable[str]) -> None:
         """Keep the names of the present members."""
