@@ -43,6 +43,11 @@ class Frames(asyncio.Protocol, Generic[Sent]):
         return self._transport is not None
 
     @property
+    def incomplete(self) -> bool:
+        """Whether a part of a frame has come."""
+        return self._held_bytes > 0
+
+    @property
     def ended_here(self) -> bool:
         """Whether this side has ended the connection, or is about to."""
         return bool(self._reason)

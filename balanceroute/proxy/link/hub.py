@@ -81,7 +81,7 @@ class Patience:
 
     grace_s: float = 1.0  # for all expected relays; a relay tries to connect twenty times per second
     unknown_s: float = TRY_S  # longer, if it is not known which far relays there are: they may try others first
-    hello_s: float = 3.0  # from a connection to the Hello
+    hello_s: float = 3.0  # from a connection to the Hello, and between two pieces of it
     silent_s: float = SILENT_S  # between two messages of a member
 
 
@@ -177,7 +177,13 @@ class Hub:
         return frames
 
     def _expect_hello(self, frames: Frames[FromBrain]) -> None:
-        if frames in self._connections and self._connections[frames] is None:
+        if frames not in self._connections or self._connections[frames] is not None:
+            return
+        left_s = frames.received_s + self.patience.hello_s - self._loop.time()
+        if frames.incomplete and left_s > 0:  # a large Hello, which takes its time on a slow link
+            frames.send(Beat())
+            self._loop.call_later(left_s, self._expect_hello, frames)
+        else:
             frames.abort("it has not said Hello")
 
     def dismiss_far(self) -> None:

@@ -180,7 +180,7 @@ class Membership:
             joined = joined or self.member is not None
             if self.member is None:
                 self._expire()
-            if self.member is None and self._loop.time() > deadline_s:
+            if self.member is None and self._loop.time() > max(deadline_s, frames.received_s + self.silent_s):
                 frames.abort("the brain does not answer")
             elif moved():
                 frames.abort("another brain listens there")
@@ -292,6 +292,8 @@ class Membership:
                 # one that has never joined is itself the successor's: its own brain is yet to lead
                 self._brain.cut_off = self._pauses.has_joined and self._reach.near and message.version != VERSION
                 raise LinkError(message.reason)
+            elif isinstance(message, Beat):
+                pass  # also before its Welcome, while it reads a large Hello
             elif self.member is None:
                 raise LinkError("the brain has sent a message before its Welcome")
             elif isinstance(message, Chosen | Refused):

@@ -155,7 +155,7 @@ class Farewell(Message, frozen=True, tag=2):
 
 
 class Beat(Message, frozen=True, tag=3):
-    """The sender runs; it had nothing else to send for a while."""
+    """The sender runs; it had nothing else to send for a while, or it is a brain that still reads a large Hello."""
 
 
 # -- a relay's calls: `decider.Decider` -------------------------------------------------------------------------------

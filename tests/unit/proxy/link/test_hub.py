@@ -209,6 +209,33 @@ def test_the_time_to_say_hello_ends_only_connections_that_have_not_said_it() -> 
 
 
 @with_stage
+async def test_a_hello_may_take_long_while_pieces_of_it_come(stage: Stage) -> None:
+    brain = await stage.brain(patience=Patience(hello_s=3600.0))
+    relay, hub = await RawRelay().connect(stage), brain.hub
+    data = frame([Hello(VERSION, "raw", 1, 0, ())])
+    assert relay.frames._transport is not None
+    relay.frames._transport.write(data[:9])
+    await until(lambda: any(frames.incomplete for frames in hub._connections))
+    (frames,) = hub._connections
+    for _ in range(3):
+        hub._expect_hello(frames)  # as after its time
+        await until(lambda: relay.received == [Beat()])
+        relay.received.clear()
+    relay.frames._transport.write(data[9:])
+    await until(lambda: "raw" in hub.members)
+    hub._expect_hello(frames)
+    stays_away = await RawRelay().connect(stage)
+    assert stays_away.frames._transport is not None
+    stays_away.frames._transport.write(data[:9])
+    await until(lambda: any(frames.incomplete for frames in hub._connections))
+    other = next(frames for frames, member in hub._connections.items() if member is None)
+    other.received_s -= 3601.0
+    hub._expect_hello(other)
+    await until(lambda: not stays_away.frames.open)
+    assert relay.frames.open and not stays_away.received
+
+
+@with_stage
 async def test_key_use_is_forwarded_to_relays_that_do_not_share_memory_until_it_ends(stage: Stage) -> None:
     names = ("relay-0", "relay-10", "relay-1.2", "relay-0.2")
     await stage.brain(relays=names)

@@ -309,6 +309,38 @@ def test_a_relay_leaves_a_brain_that_falls_silent_and_keeps_one_that_beats() -> 
     in_virtual_time(test)
 
 
+class ReadingReach(ScriptedReach):
+    """The way to a brain that reads a Hello for long, and beats meanwhile."""
+
+    async def connect(self, protocol: Callable[[], P]) -> tuple[P, Moved]:
+        """See `Reach`."""
+        made = protocol()
+        assert isinstance(made, Frames)
+        brain = Scripted(made, None)
+        self.brains.append(brain)
+        brain.loop.call_later(BEAT_S, brain.beat)
+        return made, lambda: False
+
+
+def test_a_relay_waits_for_the_welcome_of_a_brain_that_beats() -> None:
+    async def test() -> None:
+        reach = ReadingReach()
+        relay = Relay(SchedulerConfig(), reach, "r0")
+        await let_pass(5 * SILENT_S)
+        (brain,) = reach.brains
+        assert relay.membership.member is None
+        brain.frames.data_received(frame([Welcome(VERSION, 1, 1, (), 0)]))
+        assert relay.membership.member == 1
+        brain.abort()
+        await let_pass(BEAT_S)
+        reach.brains[1].beats = False
+        await let_pass(2 * SILENT_S)
+        assert relay.membership.member is None and len(reach.brains) > 2
+        await relay.end()
+
+    in_virtual_time(test)
+
+
 def test_a_relay_that_was_stopped_itself_keeps_its_brain() -> None:
     async def test() -> None:
         reach = ScriptedReach()
