@@ -38,7 +38,8 @@ from scripts.e2e.harness import PATIENCE_S, Process, Site, Wrong, answer_of, hel
 
 ROOT: Final = Path(__file__).parents[2]
 PREFILLERS, RANKS, SLOTS = 2, 2, 8
-LEASE_S: Final = 30  # of prefilled KV that nobody pulls
+SCALE: Final = 0.3  # of the emulated times
+LEASE_S: Final = 30  # of prefilled KV that nobody pulls, in real time
 CHECKED_S: Final = 3.0  # until HAProxy has found out that a machine is gone: 2 checks, 1 s apart
 KEY: Final = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
 CA: Final = (
@@ -60,7 +61,7 @@ class Machines(Site):
         for command in (CA, CERTIFICATE):
             subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
         self.link, front, *ports = free_ports(5)
-        flags = ["--time-scale", "0.3", "--lease", str(LEASE_S)]
+        flags = ["--time-scale", str(SCALE), "--lease", str(LEASE_S / SCALE)]
         self.config, self.prefillers = stack.enter_context(emulated(PREFILLERS, RANKS, SLOTS, flags, folder))
         home, *others = ports
         self.url, self._machine_url = f"http://127.0.0.1:{front}", f"http://127.0.0.1:{home}"
@@ -75,7 +76,6 @@ class Machines(Site):
         files = [f"tls.link_{kind}_file={self.folder}/{file}" for kind, file in _FILES.items()]
         settings = [
             where,
-            f"prefill.kv_pin_s={LEASE_S}",
             f"listen.run_folder={self.folder / name}",
             "listen.relays=1",
             *files,
