@@ -218,7 +218,7 @@ def _url_of(source: Block, path: str) -> str:
     if kind == "base64":
         media_type = _text(source.get("media_type"), f"{path}.media_type")
         return f"data:{media_type};base64,{_text(source.get('data'), f'{path}.data')}"
-    raise _wrong(f"{path}.type", f"An image comes as base64 or url, not as {_shown(kind)}.")
+    raise _wrong_type(kind, path, "An image comes as base64 or url, not as {}.")
 
 
 def _document_parts(block: Block, path: str) -> list[Block]:
@@ -237,7 +237,7 @@ def _document_parts(block: Block, path: str) -> list[Block]:
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         parts = [part for at, inner in _blocks(blocks, inside) for part in _parts_of_document(inner, at)]
     else:
-        raise _wrong(f"{path}.source.type", f"A document comes as text or content, not as {_shown(kind)}.")
+        raise _wrong_type(kind, f"{path}.source", "A document comes as text or content, not as {}.")
     return [{"type": "text", "text": text} for text in head if text] + parts
 
 
@@ -297,7 +297,7 @@ def _put_tools(chat: dict[str, Any], data: dict[str, Any]) -> None:
     choice = _object(data["tool_choice"], "tool_choice")
     kind = choice.get("type")
     if kind not in ("auto", "any", "tool", "none"):
-        raise _wrong("tool_choice.type", f"This must be auto, any, tool or none, not {_shown(kind)}.")
+        raise _wrong_type(kind, "tool_choice", "This must be auto, any, tool or none, not {}.")
     if not tools:
         if kind in ("any", "tool"):
             raise _wrong("tool_choice", "There are no tools to choose from.")
@@ -318,7 +318,7 @@ def _function_of(tool: object, path: str) -> Block:
     fields = _object(tool, path)
     kind = fields.get("type")
     if kind not in (None, "custom"):
-        raise _wrong(f"{path}.type", f"Only tools of type custom can be served, not {_shown(kind)}.")
+        raise _wrong_type(kind, path, "Only tools of type custom can be served, not {}.")
     _check_fields(fields, _OF_TOOLS, f"{path}.")
     schema = _object(fields.get("input_schema"), f"{path}.input_schema")
     function: Block = {"name": _text(fields.get("name"), f"{path}.name"), "parameters": {"type": "object", **schema}}
@@ -338,7 +338,7 @@ def _put_thinking(chat: dict[str, Any], data: dict[str, Any]) -> None:
     if kind == "adaptive":
         return
     if kind not in ("enabled", "disabled"):
-        raise _wrong("thinking.type", f"This must be enabled, disabled or adaptive, not {_shown(kind)}.")
+        raise _wrong_type(kind, "thinking", "This must be enabled, disabled or adaptive, not {}.")
     thinks = kind == "enabled"
     if thinks:
         budget = _integer(thinking.get("budget_tokens"), "thinking.budget_tokens", least=_LEAST_BUDGET)
@@ -362,7 +362,7 @@ def _put_output(chat: dict[str, Any], data: dict[str, Any]) -> None:
             continue
         form = _object(wanted, path)
         if form.get("type") != "json_schema":
-            raise _wrong(f"{path}.type", f"This must be json_schema, not {_shown(form.get('type'))}.")
+            raise _wrong_type(form.get("type"), path, "This must be json_schema, not {}.")
         schema = _object(form.get("schema"), f"{path}.schema")
         chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "json_schema", "schema": schema}}
 
@@ -449,7 +449,11 @@ _FIELDS: Final = _OURS | _WITHOUT_EFFECT | frozenset(_OF_CHAT)
 
 
 def _untranslatable(kind: object, path: str) -> InvalidRequest:
-    return _wrong(f"{path}.type", f"A block of type {_shown(kind)} cannot be translated into a chat here.")
+    return _wrong_type(kind, path, "A block of type {} cannot be translated into a chat here.")
+
+
+def _wrong_type(kind: object, path: str, text: str) -> InvalidRequest:
+    return _wrong(f"{path}.type", "Field required" if kind is None else text.format(_shown(kind)))
 
 
 def _wrong(path: str, text: str) -> InvalidRequest:

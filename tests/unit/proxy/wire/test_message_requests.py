@@ -300,6 +300,25 @@ def test_a_field_that_cannot_be_translated_is_refused_by_its_name(path: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        (body(user([{"type": "document", "source": {"data": "a"}}])), "messages.0.content.0.source.type"),
+        (body(user([{"type": "image", "source": {"url": "http://a"}}])), "messages.0.content.0.source.type"),
+        (body(user([{"text": "a"}])), "messages.0.content.0.type"),
+        (body(assistant([{"text": "a"}])), "messages.0.content.0.type"),
+        (body(system=[{"text": "a"}]), "system.0.type"),
+        (body(tools=[TOOL], tool_choice={"name": "a"}), "tool_choice.type"),
+        (body(thinking={"budget_tokens": 2000}), "thinking.type"),
+        (body(output_config={"format": {"schema": {}}}), "output_config.format.type"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_a_missing_type_is_refused_as_a_missing_field(given: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{path}: Field required$"):
+        parse_messages(orjson.dumps(given))
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"PAD": 1},
