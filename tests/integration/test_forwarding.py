@@ -68,7 +68,7 @@ async def test_a_forwarded_path_is_rebuilt_and_contains_at_most_a_models_name() 
         for path in ("/v1/models/a%20HTTP%2F1.1", "/v1/models/org%2Fmodel?x=%20y", "/v1/models?x=1", "/version?x=1"):
             assert (await router.client.get(path)).status_code in (200, 404)
         rebuilt = ["/v1/models/a%20HTTP/1.1", "/v1/models/org/model", "/v1/models", "/version"]
-        assert [path for _, path, _ in seen] == rebuilt
+        assert list(dict.fromkeys(path for _, path, _ in seen)) == rebuilt
 
 
 @pytest.mark.parametrize(

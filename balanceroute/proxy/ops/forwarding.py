@@ -13,12 +13,14 @@ empty.
 
 A relay that was just started waits until the brain has named the workers.
 
-If a worker can't be reached, is late, or answers 5xx, the next one is asked, for `TRYING_S` at most: of hundreds that
-are silent each would take its whole time. The client gets the last failure only if all fail. The request's own time
-limit (X-Request-Timeout, `limits.request_timeout_s`) ends this with 504, as on the hot routes. The log says which
-worker failed and how; the client, which may be anybody (`/version`), gets no names of workers. `/v1/responses` is
-refused because on that route an answer that the decoder gave up for recomputation looks complete, so answers would be
-cut short unnoticed. The status is 404, because OpenAI's clients repeat every 5xx.
+If a worker can't be reached, is late, or answers 5xx, 429, or what is neither a 200 nor an error, the next one is
+asked, for `TRYING_S` at most: of hundreds that are silent each would take its whole time. Ranks of one server count as
+one. The client gets the last failure only if all fail. A worker that answers 401, 403 or 404 may have another model or
+key than the others, so `WITNESSES` must say so. The request's own time limit (X-Request-Timeout,
+`limits.request_timeout_s`) ends this with 504, as on the hot routes. The log says which worker failed and how; the
+client, which may be anybody (`/version`), gets no names of workers. `/v1/responses` is refused because on that route an
+answer that the decoder gave up for recomputation looks complete, so answers would be cut short unnoticed. The status is
+404, because OpenAI's clients repeat every 5xx.
 """
 
 import asyncio
@@ -60,9 +62,12 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 30.0
 GET_TIMEOUT_S: Final = 3.0  # per worker, as in vllm-ascend's example proxy
+WITNESSES: Final = 2  # few: a client may ask for an unknown model as often as it likes
 TRYING_S: Final = 40.0  # after this no other worker is asked; more than the longest that one may take
 RESET_PREFIX_CACHE: Final = "/reset_prefix_cache"
 _LIMIT: Final = 64 * 2**20
+_OTHER_MODEL: Final = frozenset((401, 403, 404))  # of a worker with another model or key
+_ASK_ANOTHER: Final = _OTHER_MODEL | frozenset((429,))
 _MAX_NAME: Final = 512  # characters of a model's name
 _ORDER: Final = (WorkerState.UP, WorkerState.DRAINING, WorkerState.DOWN)
 _FLAG: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -144,9 +149,12 @@ class Forwarding:
     ) -> Response:
         services, now = self._services(), asyncio.get_running_loop().time
         await services.know_workers(min(TIMEOUT_S, services.config.queue.deadline_s, deadline_s - now()))
-        failed, last = [], None
+        failed, last, refusals = [], None, 0
         until_s = now() + TRYING_S
+        first_of: dict[str, Worker] = {}
         for worker in sorted(services.fleet, key=lambda worker: _ORDER.index(worker.state)):
+            first_of.setdefault(worker.spec.url, worker)
+        for worker in first_of.values():
             if now() >= until_s:
                 break
             try:
@@ -156,7 +164,8 @@ class Forwarding:
             except (UpstreamError, TimeoutError) as error:
                 failed.append(_failure(worker, error))
             else:
-                if last.status_code < 500:
+                refusals += last.status_code in _OTHER_MODEL
+                if refusals >= WITNESSES or not (last.status_code >= 500 or last.status_code in _ASK_ANOTHER):
                     return last
         if last is not None:
             return last
@@ -266,7 +275,7 @@ def _checked(answer: Response, worker: Worker) -> Response:
     Raises: BadUpstreamReply: it is a page or a redirect, which a browser would take for the router's.
     """
     try:
-        if 300 <= answer.status_code < 400:
+        if answer.status_code != 200 and answer.status_code < 400:
             raise ValueError(f"status {answer.status_code}")
         _json.decode(answer.body)
     except (ValueError, RecursionError) as error:

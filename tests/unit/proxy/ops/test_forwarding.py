@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from balanceroute.errors import InvalidRequest, NoHealthyWorkers
 from balanceroute.proxy.life.errors import DeadlineExceeded
-from balanceroute.proxy.ops.forwarding import GET_TIMEOUT_S, TIMEOUT_S, TRYING_S, Forwarding
+from balanceroute.proxy.ops.forwarding import GET_TIMEOUT_S, TIMEOUT_S, TRYING_S, WITNESSES, Forwarding
 from balanceroute.proxy.ops.services import Services
 from tests.unit.proxy.virtual_time import Answer, Page, ScriptedUpstream, a_config, a_router, script, with_virtual_time
 
@@ -119,6 +119,40 @@ async def test_a_worker_that_operators_have_drained_is_asked_only_if_no_other_an
     upstreams["d0"].answers = [500]
     await forwarding._first_answer("GET", "/v1/models", b"", [])
     assert asked(upstreams) == ["p0", "d0"]
+
+
+@pytest.mark.parametrize("odd", [401, 403, 404, 429, 202, 307, 500])
+@with_virtual_time
+async def test_a_worker_that_is_busy_or_has_another_model_is_no_answer_while_another_one_has_it(odd: int) -> None:
+    services = a_router(a_config(2, 1))
+    upstreams = answering(services, Page(body=b'{"count":7}'))
+    upstreams["p0"].answers = [Page(body=b'{"error":{"message":"not here"}}', status=odd)]
+    answer = await Forwarding(lambda: services).count_tokens(a_call("/v1/messages/count_tokens", None))
+    assert (answer.status_code, answer.body) == (200, b'{"input_tokens":7}')
+    assert asked(upstreams) == ["p0", "p1"]
+
+
+@pytest.mark.parametrize(
+    ("status", "workers"), [(400, 1), (401, WITNESSES), (404, WITNESSES), (413, 1), (422, 1), (429, 4), (503, 4)]
+)
+@with_virtual_time
+async def test_what_workers_refuse_is_asked_of_no_more_of_them_than_it_takes_to_be_sure(
+    status: int, workers: int
+) -> None:
+    services = a_router(a_config(2, 2))
+    upstreams = answering(services, Page(body=b'{"error":{"message":"no"}}', status=status))
+    answer = await Forwarding(lambda: services)._first_answer("POST", "/tokenize", b"{}", [])
+    assert answer.status_code == status and len(asked(upstreams)) == workers
+
+
+@with_virtual_time
+async def test_a_server_with_many_ranks_is_asked_once() -> None:
+    ranks = [{"url": "http://d:1", "dp_rank": rank} for rank in range(16)]
+    services = a_router(a_config(1, 1, decode={"workers": ranks, "max_num_seqs": 8}))
+    upstreams = answering(services, None)
+    with pytest.raises(NoHealthyWorkers):
+        await Forwarding(lambda: services)._first_answer("POST", "/tokenize", b"{}", [])
+    assert len(asked(upstreams)) == 2
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
