@@ -5,11 +5,11 @@ for Mooncake, 30 s for NIXL); no request to the prefiller itself frees it. So th
 expired after its prefill goes through a decode worker once: one token, thrown away.
 
 Drains are not urgent: at most `MAX_CONCURRENT` run at once, each on the decode worker with the most free slots. After a
-worker that certainly has not taken the request (no connection, 429, 503) the next one is tried; after any other failure
-none, because kv_transfer_params may be used only once. While no worker takes a drain, it waits for as long as its KV
-may be pulled. A drain may kill workers, as any request may: those of one `DrainGroup`, the choices of a client's
-request, run one after another, and none after one that was not pulled. KV that can't be drained counts as orphaned
-until the connector drops it.
+worker that certainly has not taken the request (no connection, 429, 503; 401, 403, 404: it has another model or key)
+the next one is tried; after any other failure none, because kv_transfer_params may be used only once. While no worker
+takes a drain, it waits for as long as its KV may be pulled, unless all have another model or key. A drain may kill
+workers, as any request may: those of one `DrainGroup`, the choices of a client's request, run one after another, and
+none after one that was not pulled. KV that can't be drained counts as orphaned until the connector drops it.
 """
 
 import asyncio
@@ -40,6 +40,8 @@ MAX_PAUSE_S: Final = 4.0
 SAFE_SHARE: Final = 0.8  # usable share of the connector's timeout; the rest is for the transfer and differing clocks
 LOOK_S: Final = 0.1  # between two looks at all workers, which take milliseconds; drains come by the thousand
 _REPLY_LIMIT: Final = 64 * 2**20  # bytes; a reply repeats the prompt's ids
+_OTHER_MODEL: Final = frozenset((401, 403, 404))  # of a worker with another model or key
+_UNSEEN: Final = frozenset((429, 503)) | _OTHER_MODEL  # the worker's engine has not seen the request
 
 
 @dataclass(slots=True, eq=False)
@@ -171,18 +173,21 @@ class Drainer:
         Another worker is tried only if the last one certainly has not seen the parameters.
         """
         tried: set[str] = set()
+        others: set[str] = set()  # which have another model or key
         pause_s = PAUSE_S
         while (left_s := self._left_s(job)) > 0:
-            worker = self._choose(tried)
+            worker = self._choose(tried | others)
+            if worker is None and others and not tried:
+                break
             if worker is None:  # all are down, or silent, or refuse
                 await asyncio.sleep(min(pause_s, left_s))
                 pause_s = min(MAX_PAUSE_S, 2 * pause_s)
                 tried.clear()
                 continue
-            tried.add(worker.id)
-            pulled = await self._pull(job, worker, min(TIMEOUT_S, left_s))
-            if pulled is not None:
-                return pulled
+            status = await self._pull(job, worker, min(TIMEOUT_S, left_s))
+            if status not in _UNSEEN:
+                return status == 200
+            (others if status in _OTHER_MODEL else tried).add(worker.id)
         return False
 
     def _left_s(self, job: Drain) -> float:
@@ -213,14 +218,15 @@ class Drainer:
             self._looked_s, self._by_room = now, [fleet[view.id] for view in views]
         return self._by_room
 
-    async def _pull(self, job: Drain, worker: Worker, left_s: float) -> bool | None:
-        """Whether the worker pulled the KV; None when it refused before its engine saw the request."""
-        pulled = await self._ask(job, worker, left_s)
-        if pulled is None and job.pin is not None:
+    async def _pull(self, job: Drain, worker: Worker, left_s: float) -> int:
+        """The status of the worker that was asked to pull the KV; see `_ask`."""
+        status = await self._ask(job, worker, left_s)
+        if status in _UNSEEN and job.pin is not None:
             job.pin.hold()
-        return pulled
+        return status
 
-    async def _ask(self, job: Drain, worker: Worker, left_s: float) -> bool | None:
+    async def _ask(self, job: Drain, worker: Worker, left_s: float) -> int:
+        """The worker's status; without one 503 if it certainly has not got the request, else 502."""
         worker.take()
         try:
             async with asyncio.timeout(left_s):
@@ -233,12 +239,12 @@ class Drainer:
                     about_to_send=None if job.pin is None else job.pin.release,
                 )
                 await reply.read(_REPLY_LIMIT)
-            return None if reply.status in (429, 503) else reply.status == 200
+            return reply.status
         except (UpstreamError, TimeoutError) as error:
             if not isinstance(error, CannotConnect):  # which is this process's own lack
                 kind = error.kind if isinstance(error, UpstreamError) else UpstreamTimeout.kind
                 self._metrics.upstream_errors.inc(worker.id, Role.DECODE.value, f"drain_{kind}")
-            return None if isinstance(error, ConnectFailed) and not error.sent else False
+            return 503 if isinstance(error, ConnectFailed) and not error.sent else 502
         finally:
             worker.release()
 

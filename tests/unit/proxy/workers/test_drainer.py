@@ -73,7 +73,7 @@ async def test_kv_is_pulled_by_one_worker_with_one_token_and_its_own_parameters(
     assert outcomes(services) == (1, 0, 0)
 
 
-@pytest.mark.parametrize("refusal", [429, 503, UNSENT], ids=["429", "503", "no connection"])
+@pytest.mark.parametrize("refusal", [429, 503, 401, 403, 404, UNSENT], ids=str)
 @with_virtual_time
 async def test_a_drain_moves_to_the_next_worker_when_the_first_surely_did_not_take_it(
     refusal: int | ConnectFailed,
@@ -159,6 +159,16 @@ async def test_a_drain_waits_while_every_worker_refuses_it() -> None:
     await drained(services)
     assert asked(services)[-1] == "d2" and outcomes(services) == (1, 0, 0)
     assert len(asked(services)) < 2 * 25  # rounds come ever more rarely
+
+
+@with_virtual_time
+async def test_a_drain_of_a_model_that_no_decode_worker_has_is_given_up_unless_a_busy_one_may_have_it() -> None:
+    services = a_router()
+    script(services, "d0", 404)
+    script(services, "d1", 503, 503, 404)
+    services.fleet["d2"].state = WorkerState.DOWN
+    await drain_one(services)
+    assert asked(services) == ["d0", "d1", "d1", "d1"] and outcomes(services) == (0, 1, 1)
 
 
 @with_virtual_time
