@@ -17,6 +17,7 @@
 | no descriptor or port was free for a connection | nothing: the router's fault | tries again, as below |
 | 500 from every worker that could take it | nothing; its earlier 500s are cleared, too | ends |
 | 500 from a worker that serves others, when half of its tier, not it alone, has just answered so | nothing | as below |
+| 500 once more from the same worker, while another one may take the request | a failure | as a 429 |
 | anything else | a failure (`circuit.fault`) | tries again, `retry.max_attempts` times in a row |
 | it died | a failure | tries again, or ends when it is the likely cause (`suspicion.py`) |
 
@@ -34,7 +35,8 @@ if the last try ends with 500, too, and no other worker is left, no worker is bl
 
 Many of them at once would take a large tier out. So once half of a tier has answered with 500 within `RECENT_S`, a
 worker that has begun another answer in that time is not blamed; one of two is if the other has not answered so. Half of
-a tier can still be broken: a worker that answers nothing else is blamed soon.
+a tier can still be broken: a worker that answers nothing else is blamed soon. While all others are full, a broken one
+is the only one with a free slot: so of one request's tries there only the first counts, until all others have had it.
 
 **Another model or key.** A decode worker that does not know the model or the key with which a prefiller has just served
 the request was started with others; so was a worker that is asked first where another one has served that model. It
@@ -151,13 +153,14 @@ class Retries:
         log.debug("try failed", extra=fields)
         now = services.tickets.now()
         if isinstance(error, UpstreamStatus) and (
-            pushes_back(error) or (misconfigured and _is_served_beside(worker, self._model, services))
+            pushes_back(error)
+            or (misconfigured and _is_served_beside(worker, self._model, services))
+            or (_is_own(error) and worker.id in self._erred and not self._all_erred(worker))
         ):
-            if misconfigured:
-                self._erred.add(worker.id)
-                circuit.fault(now, public_reason(error))
-            else:
+            if pushes_back(error):
                 circuit.busy(now, error.retry_after_s)
+            else:
+                self._blame(error, worker, now, misconfigured=misconfigured, last=False)
             if not begun:  # else the answer has its own deadline
                 self._refusals[tier] = (self._refusals.get(tier, (now, error))[0], error)
             self._refused += 1
@@ -189,16 +192,17 @@ class Retries:
 
     def _blame(self, error: UpstreamError, worker: Worker, now: float, *, misconfigured: bool, last: bool) -> None:
         """Count the failure against the worker, unless its cause may be the request, or this process."""
-        own = misconfigured or (
-            isinstance(error, UpstreamStatus) and error.status in (500, 501) and sign_of(error) is Sign.NONE
-        )
+        own = misconfigured or _is_own(error)
         if own:
             self._erred.add(worker.id)
         many_err = own and not misconfigured and self._many_err(worker, now)
-        cleared = own and last and self._clear_if_all_erred(worker)
-        if many_err or isinstance(error, CannotConnect | ReplyTooLarge):
+        if own and last and self._all_erred(worker):
+            for one in self._services.fleet.of(worker.spec.role):
+                if one.id in self._erred:
+                    one.circuit.success()
+        elif many_err or isinstance(error, CannotConnect | ReplyTooLarge):
             worker.circuit.inconclusive()
-        elif not cleared:
+        else:
             worker.circuit.fault(now, public_reason(error))
 
     def _many_err(self, worker: Worker, now: float) -> bool:
@@ -211,17 +215,9 @@ class Retries:
         only_itself = erring == [worker] != tier
         return worker.begun_s > since_s and 2 * len(erring) >= len(tier) and not only_itself
 
-    def _clear_if_all_erred(self, worker: Worker) -> bool:
-        """If all workers of this one's tier have answered with their own errors, clear their failures; returns whether
-        so.
-        """
-        tier = self._services.fleet.of(worker.spec.role)
-        erred = [one for one in tier if one.id in self._erred]
-        if any(one.able for one in tier if one not in erred):
-            return False
-        for one in erred:
-            one.circuit.success()
-        return True
+    def _all_erred(self, worker: Worker) -> bool:
+        """Whether all workers of this one's tier that may take the request have answered it with their own errors."""
+        return not any(one.able for one in self._services.fleet.of(worker.spec.role) if one.id not in self._erred)
 
     def count_try(self, worker: Worker) -> None:
         """Count a try as a retry if one has failed before it in this worker's tier."""
@@ -405,6 +401,11 @@ def _is_served_beside(worker: Worker, model: str | None, services: LifeServices)
     """Whether another worker of its tier that has served the model may take the request; this one does not any more."""
     worker.served_models.discard(model)
     return any(one.able for one in _serving(model, worker.spec.role, services))
+
+
+def _is_own(error: UpstreamError) -> bool:
+    """Whether it is an error of the engine's own, which lives."""
+    return isinstance(error, UpstreamStatus) and error.status in (500, 501) and sign_of(error) is Sign.NONE
 
 
 def _lacks_rank(error: UpstreamError, worker: Worker) -> bool:
