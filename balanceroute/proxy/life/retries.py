@@ -5,7 +5,7 @@
 | a worker does not know the model, or the router's key, and another one does | as a 500 | as a 429 |
 | the same, and those that do are out of service | nothing | ends: 503, as the model is not unknown |
 | its engine has no rank of that number | as a 500 | as a 429 if another one serves the model |
-| another 4xx except 429 | nothing | ends: the error is the client's |
+| another 4xx except 408 and 429 | nothing | ends: the error is the client's |
 | 429, 503 | rests (`circuit.busy`) | tries again, without counting a failure; ends after the queue's deadline |
 | given back without a lasting token | rests, after `MANY_BACK` in a row | tries again, `MAX_FRUITLESS` times in a row |
 | made anew | nothing | the same |
@@ -418,8 +418,8 @@ def _lacks_rank(error: UpstreamError, worker: Worker) -> bool:
 
 
 def is_refused(error: BalanceRouteError) -> bool:
-    """Whether the engine refuses the request as invalid."""
-    return isinstance(error, UpstreamStatus) and error.status < 500 and error.status != 429
+    """Whether the engine refuses the request as invalid. 408 comes of what is before it, or of a slow connection."""
+    return isinstance(error, UpstreamStatus) and error.status < 500 and error.status not in (408, 429)
 
 
 def pushes_back(error: UpstreamError) -> bool:

@@ -334,7 +334,9 @@ async def test_back_pressure_uses_up_no_try(status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [lost(), a_status(500), UpstreamTimeout("late", worker="d0", tier="decode")], ids=lambda error: error.kind
+    "error",
+    [lost(), a_status(408), a_status(500), UpstreamTimeout("late", worker="d0", tier="decode")],
+    ids=["lost", "408", "500", "late"],
 )
 @with_virtual_time
 async def test_a_failure_is_retried_until_the_last_one_is_raised(error: UpstreamError) -> None:
