@@ -9,15 +9,15 @@ USUAL_DELAY_S = 2.0  # the longest one, where nothing else is set
 
 
 class Retry(Section):
-    """What happens when a worker fails. 4xx is never retried; 429 and 503 are no failures: the request waits."""
+    """What happens when a worker fails. A client's error (4xx, but 408) is not retried; after 429 and 503 it waits."""
 
     max_attempts: int = Field(
         3,
         ge=1,
         le=100,
         description="Most failed tries of a request per tier (prefill, decode), each on another worker if there "
-        "is one. A 429 or 503 of a worker is no failed try: the request waits for a worker, for its first token "
-        "at most queue.deadline_s.",
+        "is one. A 429 or 503 of a worker is no failed try, nor is another 500 of the same one while others may take "
+        "the request: it waits for a worker, for its first token at most queue.deadline_s.",
     )
     base_delay_s: SecondsOrZero = Field(
         0.05, description="Upper end of the random delay before the second try; doubles from try to try."
