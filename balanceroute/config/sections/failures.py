@@ -16,8 +16,9 @@ class Retry(Section):
         ge=1,
         le=100,
         description="Most failed tries of a request per tier (prefill, decode), each on another worker if there "
-        "is one. A 429 or 503 of a worker is no failed try, nor is another 500 of the same one while others may take "
-        "the request: it waits for a worker, for its first token at most queue.deadline_s.",
+        "is one. A 429 or 503 of a worker is no failed try, nor is another failure of the same one, "
+        "which lives, while others may take the request: it waits for a worker, for its first token at most "
+        "queue.deadline_s.",
     )
     base_delay_s: SecondsOrZero = Field(
         0.05, description="Upper end of the random delay before the second try; doubles from try to try."

@@ -17,8 +17,8 @@
 | no descriptor or port was free for a connection | nothing: the router's fault | tries again, as below |
 | 500 from every worker that could take it | nothing; its earlier 500s are cleared, too | ends |
 | 500 from a worker that serves others, when half of its tier, not it alone, has just answered so | nothing | as below |
-| 500 once more from the same worker, while another one may take the request | a failure | as a 429 |
 | anything else | a failure (`circuit.fault`) | tries again, `retry.max_attempts` times in a row |
+| the same once more at one worker, which lives, while another one may take the request | a failure | as a 429 |
 | it died | a failure | tries again, or ends when it is the likely cause (`suspicion.py`) |
 
 **Back-pressure is no failure.** A 429 or 503 means "later". While every worker rests, the request waits as for a slot,
@@ -35,8 +35,11 @@ if the last try ends with 500, too, and no other worker is left, no worker is bl
 
 Many of them at once would take a large tier out. So once half of a tier has answered with 500 within `RECENT_S`, a
 worker that has begun another answer in that time is not blamed; one of two is if the other has not answered so. Half of
-a tier can still be broken: a worker that answers nothing else is blamed soon. While all others are full, a broken one
-is the only one with a free slot: so of one request's tries there only the first counts, until all others have had it.
+a tier can still be broken: a worker that answers nothing else is blamed soon.
+
+**Again and again at one worker.** While all others are full, a broken one is the only one with a free slot, and gets
+the request again after each rest. So of a request's tries at one worker only the first counts, until all others that
+may take it have failed, too.
 
 **Another model or key.** A decode worker that does not know the model or the key with which a prefiller has just served
 the request was started with others; so was a worker that is asked first where another one has served that model. It
@@ -101,6 +104,7 @@ class Retries:
         "_choices",
         "_decode_failures",
         "_erred",
+        "_failed",
         "_fruitless",
         "_model",
         "_pinned_nothing",
@@ -121,9 +125,10 @@ class Retries:
         self._suspect: Suspect | None = None
         self._prefill_failures = self._decode_failures = self._fruitless = self._refused = 0  # in a row
         self._pinned_nothing = False  # a prefiller has answered without KV parameters since the last that had some
-        self._erred: set[str] = set()  # workers of either tier that answered it with their own error
+        self._failed: set[str] = set()  # workers of either tier at which a try has failed
+        self._erred: set[str] = set()  # those that answered it with their own error
         # before the first token, by tier: the time of its first uncounted refusal in a row, and the last one
-        self._refusals: dict[str, tuple[float, UpstreamStatus]] = {}
+        self._refusals: dict[str, tuple[float, UpstreamError]] = {}
         self._begun_s = math.inf  # when the first token came on its present decode worker
         self._to_retry: set[str] = set()  # tiers where a try has failed and another may be made
 
@@ -152,12 +157,13 @@ class Retries:
         fields = {"request": self._request_id, "worker": worker.id, "tier": tier, "error": str(error)}
         log.debug("try failed", extra=fields)
         now = services.tickets.now()
-        if isinstance(error, UpstreamStatus) and (
+        lacks_model = misconfigured and isinstance(error, UpstreamStatus)
+        if (
             pushes_back(error)
-            or (misconfigured and _is_served_beside(worker, self._model, services))
-            or (_is_own(error) and worker.id in self._erred and not self._all_erred(worker))
+            or (lacks_model and _is_served_beside(worker, self._model, services))
+            or self._fails_again(error, worker)
         ):
-            if pushes_back(error):
+            if isinstance(error, UpstreamStatus) and pushes_back(error):
                 circuit.busy(now, error.retry_after_s)
             else:
                 self._blame(error, worker, now, misconfigured=misconfigured, last=False)
@@ -166,6 +172,7 @@ class Retries:
             self._refused += 1
             self._to_retry.add(tier)
             return self._backoff_s(self._refused)
+        self._failed.add(worker.id)
         failures = self._count_failure(tier)
         last = failures >= services.config.retry.max_attempts or not error.retryable
         self._blame(error, worker, now, misconfigured=misconfigured, last=last)
@@ -196,7 +203,7 @@ class Retries:
         if own:
             self._erred.add(worker.id)
         many_err = own and not misconfigured and self._many_err(worker, now)
-        if own and last and self._all_erred(worker):
+        if own and last and not _is_able_beside(worker, self._erred, self._services):
             for one in self._services.fleet.of(worker.spec.role):
                 if one.id in self._erred:
                     one.circuit.success()
@@ -215,9 +222,11 @@ class Retries:
         only_itself = erring == [worker] != tier
         return worker.begun_s > since_s and 2 * len(erring) >= len(tier) and not only_itself
 
-    def _all_erred(self, worker: Worker) -> bool:
-        """Whether all workers of this one's tier that may take the request have answered it with their own errors."""
-        return not any(one.able for one in self._services.fleet.of(worker.spec.role) if one.id not in self._erred)
+    def _fails_again(self, error: UpstreamError, worker: Worker) -> bool:
+        """Whether a try has failed at this worker before, which lives, and another one may take the request."""
+        if not error.retryable or isinstance(error, CannotConnect | NothingPinned) or worker.id not in self._failed:
+            return False
+        return sign_of(error) is Sign.NONE and _is_able_beside(worker, self._failed, self._services)
 
     def count_try(self, worker: Worker) -> None:
         """Count a try as a retry if one has failed before it in this worker's tier."""
@@ -311,8 +320,11 @@ class Retries:
             async with asyncio.timeout_at(since_s + self._services.config.queue.deadline_s):
                 return await answer
         except TimeoutError:
-            text = f"No worker has taken the request; the last one, for {refusal.tier}, answered {refusal.status}."
-            raise QueueTimeout(text, retry_after_s=max(RETRY_AFTER_S, refusal.retry_after_s)) from refusal
+            how, pause_s = f"failed ({public_reason(refusal)})", 0.0
+            if isinstance(refusal, UpstreamStatus):
+                how, pause_s = f"answered {refusal.status}", refusal.retry_after_s
+            text = f"No worker has taken the request; the last one, for {refusal.tier}, {how}."
+            raise QueueTimeout(text, retry_after_s=max(RETRY_AFTER_S, pause_s)) from refusal
 
     @property
     def has_turn(self) -> bool:
@@ -367,6 +379,7 @@ class Retries:
         """
         self._decode_failures = self._fruitless = 0
         self._erred.clear()
+        self._failed.clear()
 
     def clear_choices(self) -> None:
         """Free the other choices from waiting for turns: this one has an answer."""
@@ -401,6 +414,11 @@ def _is_served_beside(worker: Worker, model: str | None, services: LifeServices)
     """Whether another worker of its tier that has served the model may take the request; this one does not any more."""
     worker.served_models.discard(model)
     return any(one.able for one in _serving(model, worker.spec.role, services))
+
+
+def _is_able_beside(worker: Worker, tried: set[str], services: LifeServices) -> bool:
+    """Whether a worker of this one's tier that is not among those tried may take the request."""
+    return any(one.able for one in services.fleet.of(worker.spec.role) if one.id not in tried)
 
 
 def _is_own(error: UpstreamError) -> bool:

@@ -217,7 +217,7 @@ async def test_an_error_that_all_workers_give_is_held_against_none(left: str, st
     assert erring.circuit.doubtful
     retries.judge(error, other if left == "none" else erring, begun=False)
     own = status < 502 and body == b"{}"
-    with nullcontext() if left == "up" and own else pytest.raises(UpstreamStatus):
+    with nullcontext() if left == "up" and body == b"{}" else pytest.raises(UpstreamStatus):
         retries.judge(error, erring, begun=False)
     clear = left != "up" and own
     assert erring.circuit.doubtful is not clear
@@ -241,19 +241,40 @@ async def test_many_requests_that_engines_answer_with_500_leave_half_of_the_tier
     assert [worker.circuit.doubtful for worker in workers] == blamed, "the last one serves no other request"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [a_status(500), a_status(502), BadUpstreamReply("no stream", worker="d0", tier="decode")],
+    ids=["500", "502", "no stream"],
+)
 @with_virtual_time
-async def test_a_worker_that_answers_500_to_all_uses_up_one_try_of_a_request_while_others_are_full() -> None:
-    """It was the only one with a free slot, got the same request three times, and the client a 500."""
+async def test_a_worker_that_fails_all_requests_uses_up_one_try_of_each_while_others_are_full(
+    error: UpstreamError,
+) -> None:
+    """It was the only one with a free slot, got the same request three times, and the client its error."""
     services = a_router(a_config(decoders=2, retry=RETRY))
     broken, full = services.fleet.of(Role.DECODE)
     retries = Retries(services, "r", None)
     for _ in range(2 * RETRY["max_attempts"]):
-        retries.judge(a_status(500), broken, begun=False)
+        retries.judge(error, broken, begun=False)
     assert broken.circuit.doubtful
-    retries.judge(a_status(500), full, begun=False)
-    with pytest.raises(UpstreamStatus):
-        retries.judge(a_status(500), broken, begun=False)
-    assert not broken.circuit.doubtful and not full.circuit.doubtful, "it may be the request's fault"
+    retries.judge(error, full, begun=False)
+    with pytest.raises(UpstreamError):
+        retries.judge(error, broken, begun=False)
+    is_own = isinstance(error, UpstreamStatus) and error.status == 500
+    assert broken.circuit.doubtful is not is_own, "a 500 of all may be the request's fault"
+
+
+@with_virtual_time
+async def test_a_request_that_a_broken_worker_gets_again_and_again_names_its_last_failure_at_the_queue_deadline() -> (
+    None
+):
+    services, retries = some_retries()
+    error = BadUpstreamReply("no stream (of the client's words)", worker="d0", tier="decode")
+    for _ in range(2):
+        retries.judge(error, services.fleet["d0"], begun=False)
+    ticket = services.tickets.submit(RequestSpec("r", 10))
+    with pytest.raises(QueueTimeout, match=r"for decode, failed \(no stream\)\.$"):
+        await retries.wait_for_worker(ticket, services.loop.create_future())
 
 
 @with_virtual_time
@@ -303,10 +324,9 @@ async def test_a_worker_that_fails_requests_is_down_with_the_last_failure_and_no
     error: UpstreamError, expected: str
 ) -> None:
     services = a_router(a_config(decoders=2, retry=RETRY))
-    retries, worker = Retries(services, "r", None), services.fleet["d0"]
-    with pytest.raises(UpstreamError):
-        for _ in range(services.config.health.failure_threshold):
-            retries.judge(error, worker, begun=False)
+    worker = services.fleet["d0"]
+    for _ in range(services.config.health.failure_threshold):
+        Retries(services, "r", None).judge(error, worker, begun=False)
     assert f"({expected}" in why_not_up(worker) and "prompt" not in why_not_up(worker)
 
 
