@@ -287,11 +287,11 @@ class Processes:
     # -- the children
 
     def _brain(self, name: str, on_up: Callable[[], None]) -> None:
-        """Run a brain; the name of its process says whether it leads."""
+        """Run a brain; the name of its process says whether it leads: brain-2 is called standby-2 before."""
         self._close_listeners()
-        be_called(STANDBY)
+        be_called(name.replace(BRAIN, STANDBY))
         follow = self._begin(name)
-        callbacks = BrainCallbacks(on_up, lambda: be_called(BRAIN), follow)
+        callbacks = BrainCallbacks(on_up, lambda: be_called(name), follow)
         setup = BrainSetup(
             self.lineage,
             self._journal,

@@ -103,8 +103,9 @@ class Server(uvicorn.Server):
             sys.exit(CANNOT_START)
 
     def _is_worth_a_line(self, record: logging.LogRecord) -> bool:
-        """Whether uvicorn's line says more than the error that ends this process: that one is to be the last line."""
-        return self._app.failure is None and not isinstance(record.msg, OSError)
+        """Whether uvicorn's line says more than ours: addresses, or the error that ends this process, which is last."""
+        told = isinstance(record.msg, OSError) or str(record.msg).startswith("Uvicorn running on ")
+        return self._app.failure is None and not told
 
     @property
     def should_exit(self) -> bool:

@@ -7,6 +7,7 @@ complete. The request's legs (`life/leg.py`) run in that task. If the client lea
 import asyncio
 import logging
 import math
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Final
@@ -59,6 +60,7 @@ from balanceroute.proxy.wire.sse import DONE, Translation
 log = logging.getLogger("balanceroute.requests")
 
 _CLIENT: Final = Access.CLIENT
+_QUOTED: Final = re.compile(r"""'(\\.|[^'\\])*('|$)|"(\\.|[^"\\])*("|$)""")  # as Python writes texts, maybe cut
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -98,7 +100,7 @@ class Exchange:
         self._legs: list[Leg] = []
         self._outcome = FAILED
         self._refusal: AccessDenied | KeyLimit | None = None
-        self._failure: UpstreamError | Rejected | None = None
+        self._failure: UpstreamError | Rejected | InvalidRequest | None = None
         self._status = 0
         self._gone = False
         self._task: asyncio.Task[Any] | None = None
@@ -332,7 +334,7 @@ class Exchange:
         if isinstance(error, AccessDenied | KeyLimit):
             self._refusal = error
             self._services.metrics.refusals.inc(error.reason)
-        elif isinstance(error, UpstreamError | Rejected):
+        elif isinstance(error, UpstreamError | Rejected | InvalidRequest):
             self._failure = error
         if isinstance(error, QueueTimeout):
             self._outcome = EXPIRED
@@ -431,9 +433,13 @@ async def _late_failure(run: Awaitable[None], outlet: Outlet) -> BalanceRouteErr
     return None
 
 
-def _why(failure: UpstreamError | Rejected) -> str:
-    """The reason of a failure for the log; of a worker's own error the status alone: its body may quote a prompt."""
+def _why(failure: UpstreamError | Rejected | InvalidRequest) -> str:
+    """The reason of a failure for the log, without what it quotes of the client's body, which may be of a prompt; of a
+    worker's own error the status alone.
+    """
     text = str(failure)
+    if isinstance(failure, InvalidRequest):
+        return _QUOTED.sub("...", text)
     return f"{failure.tier} worker: {text}" if isinstance(failure, UpstreamError) and failure.tier else text
 
 

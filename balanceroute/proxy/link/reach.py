@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import re
 import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -151,10 +152,18 @@ class FarReach:
                 raise TimeoutError(f"{name} does not answer") from None
             if isinstance(error, OSError):
                 kind = UntrustedBrain if isinstance(error, ssl.SSLError) else ConnectionError
-                raise kind(f"{name}: {str(error) or type(error).__name__}") from error
+                raise kind(f"{name}: {_reason(error)}") from error
             raise
         return made, lambda: False
 
     def try_next_address(self) -> None:
         """See `Reach`."""
         self._at = (self._at + 1) % len(self._addresses)
+
+
+def _reason(error: OSError) -> str:
+    """Why there is no connection; the system's own texts also have numbers and the addresses of a name."""
+    if isinstance(error, ssl.SSLError):
+        return str(error)
+    code = re.search(r"\[Errno (\d+)\]", str(error))  # the first one, where a name has several addresses
+    return os.strerror(int(code[1])) if code is not None else error.strerror or str(error) or type(error).__name__

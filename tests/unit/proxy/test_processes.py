@@ -236,6 +236,24 @@ def test_a_restarted_router_with_the_same_process_id_has_another_lineage(tmp_pat
     assert lives[0].lineage != lives[1].lineage
 
 
+@pytest.mark.parametrize(
+    ("brain", "waits", "leads"), [("brain", "standby", "brain"), ("brain-2", "standby-2", "brain-2")]
+)
+def test_ps_calls_a_brain_as_the_log_does_once_it_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brain: str, waits: str, leads: str
+) -> None:
+    """`child died` of brain-2 was a br-standby in `ps`, or a second br-brain."""
+    folder, config = RunFolder(tmp_path), a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)})
+    names: list[str] = []
+    monkeypatch.setattr(processes, "be_called", names.append)
+    monkeypatch.setattr(processes, "run_brain", lambda *given: given[-1].on_lead())
+    with folder.claim() as lock:
+        parent = a_parent(config, folder, lock)
+        monkeypatch.setattr(parent, "_begin", lambda name: None)
+        parent.mains()[brain](lambda: None)
+    assert names == [waits, leads]
+
+
 def test_a_failed_takeover_lets_the_next_router_use_other_names(tmp_path: Path) -> None:
     config = a_config(1, 1, listen={"relays": 1, "run_folder": str(tmp_path)})
     folder = RunFolder(tmp_path)

@@ -1,6 +1,7 @@
 """What signals mean: a drain, an end, a reload."""
 
 import asyncio
+import logging
 import signal
 import socket
 from types import SimpleNamespace
@@ -40,6 +41,23 @@ def test_a_router_uses_a_clock_that_includes_suspended_time(monkeypatch: pytest.
     monkeypatch.setattr(Server, "serve", serve)
     Server(create_app(a_config()), a_config()).run()
     assert isinstance(*loops, Loop)
+
+
+def test_uvicorns_line_of_an_address_is_left_out_beside_the_routers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A brain's told to press CTRL+C, which the parent handles."""
+
+    async def serve(server: Server, **_: object) -> None:
+        server.started = True
+        its_log = logging.getLogger("uvicorn.error")
+        its_log.info("Uvicorn running on unix socket %s (Press CTRL+C to quit)", "operators.sock")
+        its_log.info("Shutting down")
+
+    monkeypatch.setattr(Server, "serve", serve)
+    with caplog.at_level(logging.INFO, "uvicorn.error"):
+        Server(create_app(a_config()), a_config()).run()
+    assert caplog.messages == ["Shutting down"]
 
 
 @with_virtual_time

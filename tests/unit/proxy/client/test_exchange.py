@@ -20,6 +20,7 @@ from balanceroute.errors import (
 from balanceroute.proxy.admission import decider
 from balanceroute.proxy.admission.forecasts import Keys
 from balanceroute.proxy.client.exchange import Exchange
+from balanceroute.proxy.client.messages_exchange import MessagesExchange
 from balanceroute.proxy.ops.services import Services
 from balanceroute.proxy.perimeter.perimeter import Perimeter
 from tests.unit.proxy.client.connections import Connection, a_request
@@ -433,6 +434,37 @@ async def test_the_log_says_why_a_request_failed_and_quotes_no_body_of_a_worker(
     assert counted(services) == {"failed": 1}
     (line,) = [vars(record) for record in caplog.records if record.message == "request"]
     assert line["error"] == "prefill worker: status 500"
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"no JSON", "The body is not valid JSON: "),
+        (BODY | {"max_tokens": 0}, "max_tokens must be at least 1, got 0."),
+    ],
+    ids=["no JSON", "a field"],
+)
+@with_virtual_time
+async def test_the_log_says_why_a_request_was_refused(body: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    services, connection = a_router(a_config(1, 1)), Connection()
+    with caplog.at_level(logging.INFO, "balanceroute.requests"):
+        await served(services, connection, body)
+    (line,) = [vars(record) for record in caplog.records if record.message == "request"]
+    assert (line["outcome"], line["status"]) == ("rejected", 400) and line["error"].startswith(reason)
+
+
+@pytest.mark.parametrize("kind", ["my secret", "it's mine", 'a "secret"', "'a' \"secret\"", "x" * 80])
+@with_virtual_time
+async def test_the_log_quotes_nothing_of_a_body_that_was_refused(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    services, connection = a_router(a_config(1, 1)), Connection()
+    message = {"role": "user", "content": [{"type": kind}]}
+    request = a_request({"model": "m", "max_tokens": 1, "messages": [message]})
+    exchange = MessagesExchange(services, request, connection.response())
+    exchange.check()
+    with caplog.at_level(logging.INFO, "balanceroute.requests"):
+        await exchange.run()
+    (line,) = [vars(record) for record in caplog.records if record.message == "request"]
+    assert line["error"].startswith("messages.0.content.0.type: A block of type ...") and kind[-4:] not in line["error"]
 
 
 @pytest.mark.parametrize("tier", ["prefill", "decode"])

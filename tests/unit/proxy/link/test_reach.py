@@ -1,6 +1,8 @@
 """The way to whoever leads."""
 
 import asyncio
+import socket
+import ssl
 from pathlib import Path
 
 import pytest
@@ -63,9 +65,33 @@ async def test_a_brain_that_is_not_trusted_or_not_there_is_named_with_the_reason
         await reach.connect(Quiet)
     server.close()
     await server.wait_closed()
-    with pytest.raises(ConnectionError, match=rf"127\.0\.0\.1:{address[1]}: ") as raised:
+    with pytest.raises(ConnectionError, match=rf"127\.0\.0\.1:{address[1]}: Connection refused$") as raised:
         await reach.connect(Quiet)
     assert not isinstance(raised.value, UntrustedBrain)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            OSError("Multiple exceptions: [Errno 111] Connect call failed ('::1', 9), [Errno 113] ..."),
+            "Connection refused",
+        ),
+        (socket.gaierror(-2, "Name or service not known"), "Name or service not known"),
+        (ConnectionResetError(), "ConnectionResetError"),
+    ],
+    ids=["a name of two addresses", "an unknown name", "no words"],
+)
+async def test_a_brain_that_cannot_be_reached_is_named_without_what_the_system_adds(
+    error: OSError, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", fails)
+    reach = FarReach([("brain", 9)], ssl.create_default_context)
+    with pytest.raises(ConnectionError, match=f"^brain:9: {reason}$"):
+        await reach.connect(Quiet)
 
 
 async def test_a_brain_that_does_not_answer_is_left_for_the_next_of_the_list(
