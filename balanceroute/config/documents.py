@@ -18,13 +18,20 @@ _HINTS: Final = {
 }  # of the mistakes that are made most
 MAX_DIGITS: Final = 400  # of a number; the largest with a fraction has 309
 MAX_VALUES: Final = 5_000_000  # that a text stands for; 100,000 client keys are a million
+_OLD_NUMBER: Final = re.compile(r"[-+]?(0[0-7_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")  # octal, sexagesimal
 MAX_DEPTH: Final = 64  # of lists and mappings in each other; a configuration has five
 
 
 class _Values(yaml.constructor.SafeConstructor):
-    """YAML without its traps: a key given twice, aliases that few bytes repeat for ever, 1e3 that is text, numbers that
-    Python writes no more, and values that are not what their tag says (`!!bool maybe`), on which PyYAML stumbles.
+    """YAML without its traps: a key given twice, aliases that few bytes repeat for ever, 1e3 that is text, 010000 and
+    80:00 that are 4096 and 4800, numbers that Python writes no more, and values that are not what their tag says
+    (`!!bool maybe`), on which PyYAML stumbles.
     """
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        if kind is yaml.ScalarNode and implicit[0] and _OLD_NUMBER.fullmatch(value):
+            return "tag:yaml.org,2002:str"
+        return cast(str, super().resolve(kind, value, implicit))  # type: ignore[misc]  # the resolver's
 
     def get_single_data(self) -> Any:
         node = self.get_single_node()  # type: ignore[attr-defined]  # the composer's, beside which this stands

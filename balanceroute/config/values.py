@@ -102,6 +102,8 @@ _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes; of Linux
 
 def _path(text: str) -> str:
     """A path that the system can be asked for: what is none is often the content of the file that was meant."""
+    if text.startswith(("~", "$")):
+        raise ValueError("~ and variables are not replaced here; accepted is the path itself")
     path = text.encode()
     too_long = len(path) > _LONGEST_PATH or any(len(name) > _LONGEST_NAME for name in path.split(b"/"))
     if too_long or any(byte < 32 for byte in path):
@@ -144,6 +146,8 @@ def _secret(value: SecretStr) -> SecretStr:
     Raises: ValueError.
     """
     text = value.get_secret_value().strip()
+    if re.fullmatch(r"\$(\{.*\}|[A-Z][A-Z0-9_]*)", text):
+        raise ValueError("a variable is not replaced here; set BALANCEROUTE_SECTION__KEY in the environment instead")
     if not re.fullmatch(r"[!-~]+", text):
         raise ValueError("accepted are printable ASCII characters without spaces, at least one")
     return SecretStr(text)

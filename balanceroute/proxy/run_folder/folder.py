@@ -3,6 +3,7 @@
 `relay_locks.py` tells which relays run, `kept_counts.py` what they have counted.
 """
 
+import errno
 import fcntl
 import logging
 import os
@@ -204,7 +205,9 @@ class RunFolder:
             self._check(_FILE, _is_our_file, "file of ours", again)
             self._check(_SOCKET, _is_socket, "socket", again)
         except OSError as error:
-            raise _unusable(self.folder, f"cannot be used: {error.strerror}") from None
+            round_ = error.errno == errno.ELOOP
+            why = "its path leads through too many symbolic links, or round in a circle" if round_ else error.strerror
+            raise _unusable(self.folder, f"cannot be used: {why}") from None
 
     def _check(self, name: re.Pattern[str], is_right: Callable[[Path], bool], kind: str, again: bool) -> None:
         """Check that nothing else is where files of ours are to be. Raises: ConfigError; OSError."""

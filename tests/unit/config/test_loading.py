@@ -195,6 +195,13 @@ WRONG = [
     ("listen: {admin: '9999'}", "listen.admin = '9999': accepted is HOST:PORT, such as 127.0.0.1:8001"),
     ("listen: {admin: 'router..example:1'}", "listen.admin = 'router..example:1': accepted is a host name of parts"),
     ("log: {format: xml}", "log.format = 'xml': accepted is one of auto, json, plain"),
+    (
+        "auth: {admin_token: '${TOKEN}'}",
+        "auth.admin_token = ********: a variable is not replaced here; set BALANCEROUTE",
+    ),
+    ("auth: {worker_api_key: $KEY}", "auth.worker_api_key = ********: a variable is not replaced here"),
+    ("listen: {run_folder: ~/run, relays: 1}", "listen.run_folder = '~/run': ~ and variables are not replaced here"),
+    ("listen: {port: 010000}", "listen.port = '010000': accepted is an integer"),
     ("auth: {admin_token: 12345}", "auth.admin_token = ********: accepted is text"),
     ("auth: 12345", "auth = ********: accepted is a mapping with the keys worker_api_key"),
 ]

@@ -44,12 +44,15 @@ def test_a_folder_that_others_use_is_refused_and_keeps_its_mode(tmp_path: Path, 
     assert stat.S_IMODE(tmp_path.stat().st_mode) == mode
 
 
-@pytest.mark.parametrize("what", ["a file", "a link", "below a file", "too long"])
+@pytest.mark.parametrize("what", ["a file", "a link", "a circle", "below a file", "too long"])
 def test_an_unusable_run_folder_is_reported_in_one_line(tmp_path: Path, what: str) -> None:
     path = tmp_path / "run"
     if what == "a link":
         (tmp_path / "elsewhere").mkdir()
         path.symlink_to(tmp_path / "elsewhere")
+    elif what == "a circle":
+        path.symlink_to(path)
+        path = path / "run"
     elif what == "too long":
         path = tmp_path / ("x" * MAX_SOCKET_PATH)
     else:
@@ -60,6 +63,7 @@ def test_an_unusable_run_folder_is_reported_in_one_line(tmp_path: Path, what: st
     assert "\n" not in str(refused.value)
     assert ("accepted is a folder" in str(refused.value)) is (what in ("a file", "a link"))
     assert ("it is a symbolic link" in str(refused.value)) is (what == "a link")
+    assert ("or round in a circle" in str(refused.value)) is (what == "a circle")
 
 
 def test_without_a_temporary_folder_the_run_folder_must_be_configured(monkeypatch: pytest.MonkeyPatch) -> None:
