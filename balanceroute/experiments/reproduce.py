@@ -145,13 +145,15 @@ def files_of(names: Sequence[str], scope: Scope) -> list[str]:
 
 
 def check_writable(out: Path, files: Sequence[str]) -> None:
-    """Make the folder. Raises: InputError where it cannot hold the files."""
+    """Make the folder, but none above it. Raises: InputError where it cannot hold the files."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(exist_ok=True)
         with TemporaryFile(dir=out):
             pass
     except OSError as error:
         reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+        if isinstance(error, FileNotFoundError):
+            reason = f"there is no folder {out.parent}"
         raise InputError(f"{out}: cannot be written: {reason}") from error
     for path in (out / file for file in files):
         if path.is_dir():

@@ -194,6 +194,10 @@ def guess_format(path: Source) -> TraceFormat | None:
     names = {name.strip(' \r\n"') for name in first.split(",")}
     if names >= set(REQUIRED):
         return None
+    for separator in ";\t|":
+        parts = {name.strip(' \r\n"') for name in first.split(separator)}
+        if not parts.isdisjoint({*REQUIRED, *AZURE, *BURSTGPT}):
+            raise InputError(f"{path}: line 1: {separator!r} separates its columns; accepted are commas")
     if AZURE[1] in first:
         return TraceFormat.AZURE
     if BURSTGPT[1] in first:
@@ -214,12 +218,14 @@ def guess_format(path: Source) -> TraceFormat | None:
                 "run the router with log.format: json"
             )
     if first and names.isdisjoint(REQUIRED):
-        raise unknown(path)
+        raise unknown(path, first)
     return None
 
 
-def unknown(path: Source) -> InputError:
-    """The error for an unknown format, with the accepted beginnings."""
+def unknown(path: Source, first: str) -> InputError:
+    """The error for an unknown format, with the accepted beginnings; `first`: its first line."""
+    if any(char == "\0" or "\udc80" <= char <= "\udcff" for char in first):
+        return InputError(f"{path}: line 1: not UTF-8 text; of compressed files .gz and .xz are read")
     return InputError(
         f"{path}: no known trace: expected a CSV with {','.join(REQUIRED)}, or with {','.join(AZURE)} (azure), or with "
         f"{','.join(BURSTGPT)} (burstgpt), or JSON lines with {', '.join(MOONCAKE)} (mooncake), and {BAILIAN_ONLY[0]} "

@@ -313,6 +313,13 @@ def test_a_file_in_place_of_the_folder_is_refused_as_that(tmp_path: Path) -> Non
         reproduce(["predictors"], TINY, tmp_path / "out", n_processes=1, on_progress=never)
 
 
+def test_the_folder_is_made_and_none_above_it(tmp_path: Path) -> None:
+    """As with what other commands write: a folder that is not there is most likely mistyped."""
+    with pytest.raises(InputError, match=f"ou/t: cannot be written: there is no folder {tmp_path}/ou$"):
+        reproduce(["predictors"], TINY, tmp_path / "ou" / "t", n_processes=1, on_progress=never)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_report_that_cannot_be_written_in_the_end_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Public traces in their original form."""
 
+import bz2
 import gzip
 import json
 import lzma
@@ -113,10 +114,9 @@ def test_more_bailian_hashes_than_a_prompt_has_room_for_are_refused(tmp_path: Pa
     "line",
     [
         "what,ever",
-        "arrival_s;prompt_tokens;output_tokens",
         '10.0.0.5 - - [29/Nov/2026:10:00:01 +0000] "POST /v1/chat/completions HTTP/1.1" 200 5321 "-" "curl" 2.431',
     ],
-    ids=["no", "semicolons", "accesses"],
+    ids=["no", "accesses"],
 )
 def test_a_file_in_no_known_form_is_refused_with_the_forms_that_are_known(tmp_path: Path, line: str) -> None:
     for read in (convert_trace, load_trace):
@@ -124,6 +124,29 @@ def test_a_file_in_no_known_form_is_refused_with_the_forms_that_are_known(tmp_pa
             read(str(written(tmp_path / "t.csv", f"{line}\n")))
         for name in set(TraceFormat) - {TraceFormat.AUTO}:
             assert f"({name})" in str(refused.value)
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+@pytest.mark.parametrize(
+    "header", ["arrival_s,prompt_tokens,output_tokens", "TIMESTAMP,ContextTokens,GeneratedTokens"], ids=["own", "azure"]
+)
+def test_a_table_without_commas_is_refused_with_what_stands_in_their_place(
+    tmp_path: Path, separator: str, header: str
+) -> None:
+    for read in (convert_trace, load_trace):
+        with pytest.raises(InputError) as refused:
+            read(str(written(tmp_path / "t.csv", f"{header}\n0,5,5\n".replace(",", separator))))
+        assert f"line 1: {separator!r} separates its columns; accepted are commas" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "content", [bz2.compress(b"arrival_s"), "arrival_s".encode("utf-16")], ids=["compressed", "utf-16"]
+)
+def test_what_is_no_text_is_not_called_an_unknown_trace(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "t.csv").write_bytes(content)
+    for read in (convert_trace, load_trace):
+        with pytest.raises(InputError, match=r"line 1: not UTF-8 text; of compressed files \.gz and \.xz are read"):
+            read(str(tmp_path / "t.csv"))
 
 
 def test_a_table_that_lacks_some_columns_of_a_trace_is_refused_with_their_names(tmp_path: Path) -> None:
