@@ -64,6 +64,7 @@ MODULES: Final = (
     "proxy.client.relay_loads",
     "proxy.client.response",
     "proxy.life.answer",
+    "proxy.life.cut_off",
     "proxy.life.decoding",
     "proxy.life.held_kv",
     "proxy.life.leg",

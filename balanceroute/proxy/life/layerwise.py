@@ -59,11 +59,11 @@ from balanceroute.errors import (
     UpstreamError,
     UpstreamTimeout,
 )
+from balanceroute.proxy.life.cut_off import failed, given_back, requeue_rest
 from balanceroute.proxy.life.decoding import decode, first_bytes_s
 from balanceroute.proxy.life.errors import KvTooOld, WorkerSilent
 from balanceroute.proxy.life.leg import ADMITTED, COMPLETE, CUT_OFF, Event, Leg, Transitions, clear_frames
 from balanceroute.proxy.life.prefilling import ask, has_prefilled
-from balanceroute.proxy.life.pull import failed, given_back, requeue_rest
 from balanceroute.proxy.life.retries import is_refused, pushes_back
 from balanceroute.proxy.wire.client_request import ClientRequest
 from balanceroute.proxy.wire.payloads import push_body

@@ -8,6 +8,7 @@ phases and their order.
 |---|---|
 | `pull.py`, `layerwise.py`, `scoring.py` | the phases, with a table of their order |
 | `prefilling.py`, `decoding.py` | one try at a prefiller, one at a decode worker |
+| `cut_off.py` | what follows a decode that ended too early |
 | `answer.py` | the answer so far, and its continuation when a worker is lost |
 | `retries.py` | judges failed tries, and waits before the next |
 

@@ -14,6 +14,7 @@ from mypy_extensions import mypyc_attr
 
 from balanceroute.core.types import DECODING, GONE, POOLED, PREFILLING, QUEUED, Phase
 from balanceroute.errors import UpstreamError
+from balanceroute.proxy.life.cut_off import failed, given_back, requeue_rest
 from balanceroute.proxy.life.decoding import decode
 from balanceroute.proxy.life.errors import KvLost, KvTooOld
 from balanceroute.proxy.life.leg import (
@@ -29,8 +30,6 @@ from balanceroute.proxy.life.leg import (
     clear_frames,
 )
 from balanceroute.proxy.life.prefilling import next_prefiller, try_probe
-from balanceroute.proxy.life.retries import pushes_back
-from balanceroute.proxy.life.seam import seam_of
 from balanceroute.proxy.workers.fleet import Worker
 
 # For a decoder to pass a request from its socket to its engine. An idle one needs milliseconds; its first event ends
@@ -113,61 +112,3 @@ class Pull:
         finally:
             clear_frames(lost)
             lost = None  # it keeps the frames that it came through, this one among them
-
-
-def note_growth(leg: Leg, tokens: int) -> None:
-    """Forget earlier failures if a decode that ended early has left more to go on from than the `tokens` before it."""
-    if len(leg.answer.ids_to_resume_from) > tokens:
-        leg.retries.grown()
-
-
-async def failed(leg: Leg, worker: Worker, error: UpstreamError, tokens: int) -> None:
-    """After a decode that failed; `tokens`: those before it. Waits before the next try.
-
-    Raises: `error`: it was the last try. DecodersLost: too many workers have died under the request.
-    """
-    answer, retries = leg.answer, leg.retries
-    note_growth(leg, tokens)
-    try:
-        await retries.suspect_loss(error, worker, midway=bool(answer.scanner.generated.in_segment))
-    except asyncio.CancelledError:
-        worker.circuit.inconclusive()  # otherwise a trial would never be judged
-        raise
-    finally:
-        retries.left_worker()  # another suspect may go there only now, when the death is known
-    await asyncio.sleep(retries.judge(error, worker, begun=bool(answer.scanner.tokens)))
-
-
-async def given_back(leg: Leg, worker: Worker, tokens: int) -> None:
-    """After a decode that the worker gave back; `tokens`: those before it. Waits if it has left no lasting one.
-
-    Raises: BadUpstreamReply: it has left none again and again.
-    """
-    note_growth(leg, tokens)
-    if leg.answer.scanner.generated.lasting > tokens:
-        worker.circuit.inconclusive()
-    else:
-        await asyncio.sleep(leg.retries.given_back(worker))
-
-
-async def requeue_rest(leg: Leg, lost: UpstreamError | None, why: str = "recomputed") -> Event:
-    """After a decode that ended early, queue again for the rest of the answer, if any.
-
-    Args: lost: how the worker was lost; None: see `why`. why: another cause, as in the metrics.
-
-    Raises: UpstreamError: the answer can't go on.
-    """
-    leg.retries.note_waiting()
-    seam = await seam_of(leg)
-    if not leg.answer.resume(lost, leg.decoder_id, seam.broken, seam.withheld):
-        await leg.answer.end_by_length()
-        return COMPLETE
-    anew = not leg.answer.scanner.tokens
-    if anew:
-        leg.first_token_s = 0.0  # the client has got nothing yet
-    if lost is None or not pushes_back(lost):
-        leg.services.metrics.recomputes.inc(why if lost is None else "worker_lost")
-    leg.recomputes += 1
-    leg.ticket.requeue(anew)
-    leg.free_kv()
-    return CUT_OFF

@@ -34,7 +34,7 @@ def events_in(module: str, name: str) -> set[Event]:
         if isinstance(node, ast.Name) and node.id in Event.__members__:
             found.add(Event[node.id])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "requeue_rest":
-            found |= events_in("balanceroute.proxy.life.pull", "requeue_rest")
+            found |= events_in("balanceroute.proxy.life.cut_off", "requeue_rest")
     return found
 
 
