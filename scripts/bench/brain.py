@@ -1,6 +1,6 @@
 """What the brain alone needs, and how much it knows when it decides: a hub and a ledger before two simulated relays.
 
-    .venv/bin/python scripts/bench/brain.py [--far]
+    .venv/bin/python -m scripts.bench.brain [--far]
 
 144 decode workers of 64 slots are full. Each of their steps, 16 per second, gives every stream one token: 147,456
 tokens/s. 120 requests/s arrive, are prefilled at once and wait among 512; as many streams end. Two relays, in a process

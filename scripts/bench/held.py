@@ -1,6 +1,6 @@
 """Hold 9,216 streams through 144 emulated decode ranks and a router with relays: every token right, memory per stream.
 
-    .venv/bin/python scripts/bench/held.py --relays 2
+    .venv/bin/python -m scripts.bench.held --relays 2
 
 A cluster of `balanceroute emulate` makes a step every few seconds, so that all streams are open at once on a small
 machine. Each stream has a prompt of its own and its answer is compared with the one that the emulated model gives.
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import uvloop
-from processes import allow_many_sockets, rss_kib, tree
 
 from balanceroute.demo.processes import emulated, free_ports, process, temporary_folder, wait_ready
 from balanceroute.engine.tokens import continuation, decode, encode
+from scripts.bench.processes import allow_many_sockets, rss_kib, tree
 
 RANKS: Final = 144
 SLOTS: Final = 64

@@ -1,6 +1,6 @@
 """What the link between relays and the brain costs: ZeroMQ beside asyncio's own sockets, with the same messages.
 
-    .venv/bin/python scripts/bench/link.py            # needs pyzmq beside balanceroute's own dependencies
+    .venv/bin/python -m scripts.bench.link            # needs pyzmq beside balanceroute's own dependencies
 
 Two processes, each with an event loop of uvloop. *Tokens*: the sender writes a frame every 5 ms that tells one token of
 each of 375 streams (75,000 tokens/s; a relay of two that carry 144 x 64 streams), and the receiver decodes it. CPU of

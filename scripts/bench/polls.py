@@ -1,12 +1,13 @@
 """What reading the workers costs: the router's own client and reader, beside httpx and prometheus-client's parser.
 
-    .venv/bin/python scripts/bench/polls.py
+    .venv/bin/python -m scripts.bench.polls
 
 CPU of this thread per GET of a page over loopback, and per parse of it, minimum of the rounds (the rest of the machine
 only adds), with what 144 workers make of it: one page per second and one /health every two. Not measured: the server,
 which runs in a process of its own, and connecting.
 """
 
+import argparse
 import asyncio
 import multiprocessing
 import time
@@ -97,6 +98,7 @@ def _parse_s(read: Callable[[], object]) -> float:
 
 def main() -> None:
     """Measure and print."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     body = page()
     text = body.decode()
     ports: multiprocessing.SimpleQueue[int] = multiprocessing.SimpleQueue()

@@ -4,7 +4,7 @@ Not measured: the attribute reads of `Forecaster.refresh`, and what a busy machi
 the lengths, half of the requests have one of 400 keys. `lookup_us` is one access per request to a dict of these
 keys, beside which an answer by key is to be judged.
 
-    python scripts/bench/predictors.py [--rows 8000] [--json]
+    .venv/bin/python -m scripts.bench.predictors [--rows 8000] [--json]
 """
 
 import argparse

@@ -7,6 +7,7 @@ Both policies take turns, each figure is the least of all rounds, and the differ
 hashes, the search for them in 8 indexes, and taking them down. Not measured: HTTP and JSON, which no policy changes.
 """
 
+import argparse
 import random
 from collections.abc import Callable
 from time import perf_counter
@@ -68,6 +69,7 @@ def least_us(rounds: int, per: int, *jobs: Callable[[], None]) -> list[float]:
 
 def main() -> None:
     """Print all figures."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     blocks = PromptBlocks()
     for size in (4_000, 100_000):
         request = a_request(size, size)

@@ -8,7 +8,7 @@ under way, half of the time each and in turns:
     net    less the time for which the loop's thread, or the re-fit's, was ready to run but had no CPU
            (`/proc/self/task/*/schedstat`, Linux only): the tick of 1 ms and the waiting for the interpreter lock
 
-    python scripts/bench/refit_stall.py [--kind survival] [--rows 50000] [--fits 40]
+    .venv/bin/python -m scripts.bench.refit_stall [--kind survival] [--rows 50000] [--fits 40]
 """
 
 import argparse

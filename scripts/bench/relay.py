@@ -40,11 +40,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from processes import allow_many_sockets
-from routers import HERE, KEY, Site, Target
-
 from balanceroute import native
 from balanceroute.proxy import hotpath
+from scripts.bench.processes import allow_many_sockets
+from scripts.bench.routers import KEY, Site, Target
 
 REFERENCE, OURS, DIRECT = "bare relay", "balanceroute", "direct"
 LOADS: dict[str, tuple[float, list[str]]] = {  # interval of the workers in ms, arguments of relay_load.py
@@ -66,7 +65,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.a, self.site = arguments, Site(folder, 2 + len(arguments.target))
         port = next(self.site.free)
-        reference = [sys.executable, str(HERE / "relay_reference.py"), str(port), *map(str, self.site.decode)]
+        reference = [sys.executable, "-m", "scripts.bench.relay_reference", str(port), *map(str, self.site.decode)]
         self.targets = [Target(DIRECT, self.site.decode[0], []), Target(REFERENCE, port, reference), self._ours()]
         for text in arguments.target:
             name, _, command = text.partition("=")
@@ -173,7 +172,7 @@ def interval(ours: list[float], others: list[float]) -> str:
 
 def conditions() -> str:
     """Commit, whether it is compiled, processor and versions, for below the table."""
-    command = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     info = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.partition(": ")[2] for line in info if line.startswith("model name")), platform.machine())

@@ -19,7 +19,8 @@ from typing import Any, cast
 
 import httptools
 import uvloop
-from processes import allow_many_sockets, cpu_s, rss_kib, tree
+
+from scripts.bench.processes import allow_many_sockets, cpu_s, rss_kib, tree
 
 SAMPLE = 8  # the way of one read in so many is timed
 PROMPT_BYTES = 1000

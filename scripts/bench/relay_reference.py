@@ -3,7 +3,7 @@
 One request upstream per request, no watch for clients that go away, no timeouts, no errors. What a router costs above
 this is what it does.
 
-    python scripts/bench/relay_reference.py PORT WORKER_PORT...
+    .venv/bin/python -m scripts.bench.relay_reference PORT WORKER_PORT...
 """
 
 import asyncio

@@ -4,7 +4,7 @@ They speak as much of vLLM's HTTP as routers need: completions and chat, whole o
 with `kv_transfer_params` (vLLM's pulling connectors) and with `bootstrap_room` (SGLang's). A streamed token's text is
 "@" and the monotonic nanosecond at which it was written, so that a client on this machine reads its way's duration.
 
-    python scripts/bench/relay_workers.py --prefill 9201 9202 --decode 9211 9212
+    .venv/bin/python -m scripts.bench.relay_workers --prefill 9201 9202 --decode 9211 9212
 
 POST /interval with a number sets the milliseconds between two events of a stream, for all workers.
 """

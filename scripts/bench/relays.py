@@ -1,6 +1,6 @@
 """What a router of several processes costs beside one process: CPU of all of them per request and per event.
 
-    .venv/bin/python scripts/bench/relays.py --rounds 5
+    .venv/bin/python -m scripts.bench.relays --rounds 5
 
 `--relays 0`, 1 and 2 run at the same time before the same workers, which cost next to nothing, and are loaded in turn,
 round after round, so what else the machine does hits all alike. Printed are medians over the rounds, and the median of
@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from processes import allow_many_sockets, cpu_s, tree
-from relay import conditions, interval
-from routers import Site, Target
+from scripts.bench.processes import allow_many_sockets, cpu_s, tree
+from scripts.bench.relay import conditions, interval
+from scripts.bench.routers import Site, Target
 
 RELAYS: Final = (0, 1, 2)
 IDLE_S: Final = 10.0

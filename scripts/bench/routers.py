@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from processes import start, stop
-
 from balanceroute.demo.processes import free_ports
+from scripts.bench.processes import start, stop
 
-HERE = Path(__file__).resolve().parent
 KEY = "sk-bench"
 PREFILLERS, DECODERS = 2, 4
 
@@ -64,7 +62,7 @@ class Site:
 
     def start(self, targets: Iterable[Target]) -> None:
         """Start the workers, then the targets that have a command, and wait for all. Raises: SystemExit."""
-        command = [sys.executable, str(HERE / "relay_workers.py"), "--prefill", *map(str, self.prefill)]
+        command = [sys.executable, "-m", "scripts.bench.relay_workers", "--prefill", *map(str, self.prefill)]
         self._start([*command, "--decode", *map(str, self.decode)], "workers")
         self._wait_for(Target("workers", self.decode[0], []))
         started = [target for target in targets if target.command]
@@ -106,7 +104,7 @@ class Site:
     def load(target: Target, arguments: Sequence[str], seconds: float) -> dict[str, Any]:
         """What `relay_load.py` finds."""
         pid = target.process.pid if target.process else 0
-        command = [sys.executable, str(HERE / "relay_load.py"), *arguments, "--port", str(target.port)]
+        command = [sys.executable, "-m", "scripts.bench.relay_load", *arguments, "--port", str(target.port)]
         command += ["--pid", str(pid), "--seconds", str(seconds), "--warmup", str(min(1.0, seconds))]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         found: dict[str, Any] = json.loads(done.stdout)

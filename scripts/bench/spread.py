@@ -1,6 +1,6 @@
 """How level the loads are behind a router of several processes, beside one process: on the emulated cluster.
 
-    .venv/bin/python scripts/bench/spread.py --rounds 3
+    .venv/bin/python -m scripts.bench.spread --rounds 3
 
 The cluster and the trace of `balanceroute demo`, through `--relays 0` and `--relays N` in turn, by the default policy.
 Printed are means over the steps of the steady window: load spread (max - min of the ranks' KV tokens), what the fullest

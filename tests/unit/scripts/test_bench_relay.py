@@ -5,13 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).parents[3]
 
 
 def test_the_benchmark_prints_a_row_per_target_without_failures() -> None:
-    other = f"other={sys.executable} scripts/bench/relay_reference.py {{port}} {{decode1_port}} {{decode2_port}}"
+    other = f"other={sys.executable} -m scripts.bench.relay_reference {{port}} {{decode1_port}} {{decode2_port}}"
     run = subprocess.run(
-        [sys.executable, "scripts/bench/relay.py", "--rounds", "1", "--seconds", "0.2", "--held", "20", "--quiet"]
+        [sys.executable, "-m", "scripts.bench.relay", "--rounds", "1", "--seconds", "0.2", "--held", "20", "--quiet"]
         + ["--target", other, "--set", "predictor.kind=none"],
         cwd=REPO,
         env={**os.environ, "PYTHONPATH": str(REPO)},

@@ -8,7 +8,7 @@ import pytest
 
 from scripts.bench import decision
 
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).parents[3]
 
 
 def test_the_benchmark_prints_every_stage_of_a_point() -> None:
