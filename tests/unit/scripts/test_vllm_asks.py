@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from scripts.e2e import real_vllm
-from scripts.e2e.real_vllm import HALVED, assert_greedy, streamed_ids
+from scripts.e2e import vllm_asks
+from scripts.e2e.vllm_asks import HALVED, assert_greedy, streamed_ids
 
 BODY = {"max_tokens": 3}
 REASONS = {
@@ -29,7 +29,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, *events: dict[str, Any]) -> None:
     def events_of(body: dict[str, Any], request_id: str) -> Iterator[dict[str, Any]]:
         yield from events
 
-    monkeypatch.setattr(real_vllm, "events_of", events_of)
+    monkeypatch.setattr(vllm_asks, "events_of", events_of)
 
 
 def test_a_stream_that_is_cut_off_within_a_character_is_let_through_where_that_may_happen_alone(
@@ -64,7 +64,7 @@ def test_any_other_error_fails_the_check(monkeypatch: pytest.MonkeyPatch, events
 def test_a_stream_has_to_be_whole_or_halved_and_its_tokens_the_engines(
     monkeypatch: pytest.MonkeyPatch, got: tuple[list[int], str | None], right: bool
 ) -> None:
-    monkeypatch.setattr(real_vllm, "greedy_gaps_nats", lambda body, ids: [9.0 if token == 1 else 0.0 for token in ids])
+    monkeypatch.setattr(vllm_asks, "greedy_gaps_nats", lambda body, ids: [9.0 if token == 1 else 0.0 for token in ids])
     if right:
         assert_greedy([BODY], [got])
     else:
