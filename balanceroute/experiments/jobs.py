@@ -212,9 +212,8 @@ def worker_processes(count: int) -> Iterator[ProcessPoolExecutor]:
             yield pool
         except BaseException as error:
             with signals_held_back():  # a second Ctrl-C must leave none running: the end of the block waits for all
-                for process in active_children():
-                    if process not in others:
-                        process.terminate()
+                for process in set(active_children()).difference(others):
+                    process.terminate()
             if isinstance(error, BrokenProcessPool):
                 raise BalanceRouteError("a process of the simulation was killed (out of memory?)") from error
             raise
@@ -263,7 +262,7 @@ class FinishedRuns(Protocol):
 
 def run_jobs(
     jobs: Iterable[Task],
-    n_processes: int | None = None,
+    n_processes: int | None,
     on_done: Callable[[int, int], None] | None = None,
     store: FinishedRuns | None = None,
 ) -> Results:
@@ -288,18 +287,22 @@ def run_jobs(
 
     workers = n_processes or os.cpu_count() or 1
     if workers == 1:
-        for job in parallel:
-            keep(job, job.run())
+        alone = parallel + alone
     else:
-        with worker_processes(workers) as pool:
-            done: SimpleQueue[Future[Any]] = SimpleQueue()
-            with signals_held_back():  # an executor starts its processes as it is given work
-                futures = {pool.submit(job.run): job for job in parallel}
-                for future in futures:  # not `as_completed`: an interrupt while it locks them all leaves some locked
-                    future.add_done_callback(done.put)
-            for _ in futures:
-                future = done.get()
-                keep(futures[future], future.result())
+        run_side_by_side(parallel, workers, keep)
     for job in alone:
         keep(job, job.run())
     return results
+
+
+def run_side_by_side(jobs: Iterable[Task], n_processes: int, keep: Callable[[Task, Any], None]) -> None:
+    """Run the jobs in processes of their own; `keep` gets each with its result as it ends."""
+    with worker_processes(n_processes) as pool:
+        done: SimpleQueue[Future[Any]] = SimpleQueue()
+        with signals_held_back():  # an executor starts its processes as it is given work
+            futures = {pool.submit(job.run): job for job in jobs}
+            for future in futures:  # not `as_completed`: an interrupt while it locks them all leaves some locked
+                future.add_done_callback(done.put)
+        for _ in futures:
+            future = done.get()
+            keep(futures[future], future.result())

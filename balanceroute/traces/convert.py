@@ -124,30 +124,15 @@ def convert_trace(
     if kind is None:
         header_of(path, csv_rows(path), REQUIRED, REQUIRED)
         raise InputError(f"{path}: is a trace already, which replay and describe read as it is")
-    columns = Columns()
-    without_output = 0
     router_log, vllm_log = RouterLog(), VllmLog()
     readers = READERS | {TraceFormat.ROUTER: router_log.rows, TraceFormat.VLLM: vllm_log.rows}
-    damaged: list[int] = []
-    try:
-        for line, arrival, prompt, output, key, blocks in readers[kind](path):
-            if output == 0:
-                without_output += 1
-                continue
-            if prompt < 1:
-                raise InputError(f"{path}: line {line}: a prompt of {prompt} tokens; accepted are 1 or more")
-            columns.add(arrival, prompt, output, key, blocks)
-    except InputError:
-        if kind not in READERS or path.half_line is None or not columns.arrivals:
-            raise  # logs have told half lines from others already
-        damaged.append(path.half_line)
+    columns, without_output, cut = _read(path, readers[kind](path), may_be_cut=kind in READERS)
     foreign = router_log.foreign or vllm_log.foreign
     if format == TraceFormat.AUTO and foreign:
         raise InputError(
             f"{path}: holds requests of this router and of vLLM (the first of the other kind is line {foreign}); "
             "name one of them: trace convert --format router or vllm"
         )
-    damaged += [*router_log.damaged, *vllm_log.damaged]
     if without_output and not columns.arrivals:
         raise InputError(f"{path}: none of its {without_output:,} requests generated anything")
     trace = in_order(columns.trace(path), jitter_s, seed)
@@ -159,10 +144,31 @@ def convert_trace(
         without_output,
         estimated=vllm_log.estimated,
         unanswered=vllm_log.unanswered,
-        damaged=tuple(damaged),
+        damaged=(*cut, *router_log.damaged, *vllm_log.damaged),
         like_seconds=like_seconds,
         promptless=vllm_log.promptless,
     )
+
+
+def _read(path: Source, rows: Iterator[Row], *, may_be_cut: bool) -> tuple[Columns, int, list[int]]:
+    """The requests that generated something, the number of others, and the last line if it is cut short and left out.
+
+    `may_be_cut`: it may be; readers of logs have told half lines from others already. Raises: InputError.
+    """
+    columns, without_output = Columns(), 0
+    try:
+        for line, arrival, prompt, output, key, blocks in rows:
+            if output == 0:
+                without_output += 1
+                continue
+            if prompt < 1:
+                raise InputError(f"{path}: line {line}: a prompt of {prompt} tokens; accepted are 1 or more")
+            columns.add(arrival, prompt, output, key, blocks)
+    except InputError:
+        if not may_be_cut or path.half_line is None or not columns.arrivals:
+            raise
+        return columns, without_output, [path.half_line]
+    return columns, without_output, []
 
 
 def in_order(trace: Trace, jitter_s: float, seed: int) -> Trace:

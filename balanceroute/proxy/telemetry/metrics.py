@@ -390,6 +390,16 @@ class Metrics(Collector):
         yield from cluster_gauges(view, self.withdrawn())
         for prefilled in prefills:
             yield prefilled.family()
+        yield from self._own_states()
+        yield from process_families(self.processes())
+        build = InfoMetricFamily("balanceroute_build", "What runs.")
+        hot_path = "compiled" if COMPILED else "python"
+        core = "compiled" if native.COMPILED else "python"
+        build.add_metric([], {"version": __version__, "policy": self.policy, "hot_path": hot_path, "core": core})
+        yield build
+
+    def _own_states(self) -> Iterator[Metric]:
+        """What this process knows beside the ledger: faults, and what will become one."""
         yield GaugeMetricFamily(
             "balanceroute_kv_orphans",
             "Undrainable prefill KV that no decoder is known to have pulled: pinned at worst until the timeout.",
@@ -415,12 +425,6 @@ class Metrics(Collector):
             "machines those of the brain's.",
             self.expiries().items(),
         )
-        yield from process_families(self.processes())
-        build = InfoMetricFamily("balanceroute_build", "What runs.")
-        hot_path = "compiled" if COMPILED else "python"
-        core = "compiled" if native.COMPILED else "python"
-        build.add_metric([], {"version": __version__, "policy": self.policy, "hot_path": hot_path, "core": core})
-        yield build
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,9 +69,7 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
             prompt_tokens = token_count(len(ids) if ids else 0, "prompt_token_ids")
         pinned = _checked_params(reply.get("kv_transfer_params"))
         if keep:
-            for holder in (reply, choice):
-                if isinstance(told_ids := holder.get("prompt_token_ids"), list):
-                    holder["prompt_token_ids"] = orjson.Fragment(orjson.dumps(told_ids))
+            _shrink_ids(reply, choice)
             orjson.dumps(reply)  # checked now: if it can't be serialised, another prefiller may still be asked
         told = array("I", ids) if ids else None
         return PrefillResult(
@@ -90,6 +88,13 @@ def parse_probe_reply(body: bytes, *, worker: str, keep: bool = False) -> Prefil
             worker=worker,
             tier="prefill",
         ) from exc
+
+
+def _shrink_ids(*holders: dict[str, Any]) -> None:
+    """Keep a prompt's token ids as JSON, which takes less than numbers do."""
+    for holder in holders:
+        if isinstance(ids := holder.get("prompt_token_ids"), list):
+            holder["prompt_token_ids"] = orjson.Fragment(orjson.dumps(ids))
 
 
 def _checked_details(usage: dict[str, Any]) -> dict[str, Any] | None:
