@@ -283,7 +283,7 @@ class JsonCall(Call):
 class StreamCall(Call):
     """Writes every token as an SSE chunk the moment it exists."""
 
-    def __init__(self, request: GenerationRequest, base_id: str, sse: SseWriter, interval: int = 1) -> None:
+    def __init__(self, request: GenerationRequest, base_id: str, sse: SseWriter, interval: int) -> None:
         super().__init__(request, base_id)
         self.sse = sse
         self._interval = request.stream_interval or interval

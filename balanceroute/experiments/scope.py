@@ -61,7 +61,7 @@ class Scope:
         """Requests for a cluster of that width: as many per worker as with eight."""
         return self.rows * n_workers // 8
 
-    def replayed_rows(self, source: str, rows: int | None = None) -> int:
+    def replayed_rows(self, source: str, rows: int | None) -> int:
         """How many requests are replayed where `rows` are wanted: a user's trace may have fewer."""
         workload = self.workload(source, rows=rows)
         return workload.rows if workload.synthetic else len(replayed(workload, 8)[0])

@@ -416,7 +416,7 @@ def open_ledger(
     loop: asyncio.AbstractEventLoop,
     forecasts: Forecasts | None,
     stage_clock: StageClock,
-    journal: Path | None = None,
+    journal: Path | None,
 ) -> Ledger:
     """The ledger of a configuration, with all its workers; `close` it at the end. `journal`: a file for every call."""
     scheduler = build_scheduler(config, loop.time(), stage_clock, journal)

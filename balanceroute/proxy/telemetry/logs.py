@@ -207,7 +207,7 @@ def log_request(fields: dict[str, object]) -> None:
 class JsonFormatter(logging.Formatter):
     """One object per line: time, level, logger, event, then the fields."""
 
-    def __init__(self, process: str = "") -> None:
+    def __init__(self, process: str) -> None:
         """`process`: the name of this process in the lines; "": there is only one."""
         super().__init__()
         self._own = {"process": process} if process else {}
@@ -259,7 +259,7 @@ def _as_json(entry: Mapping[str, object]) -> str:
 class PlainFormatter(logging.Formatter):
     """Time, level, event, then name=value."""
 
-    def __init__(self, process: str = "") -> None:
+    def __init__(self, process: str) -> None:
         """`process`: as for JSON."""
         super().__init__()
         self._own = f"[{process}] " if process else ""

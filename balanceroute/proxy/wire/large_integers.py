@@ -25,7 +25,7 @@ _DIGITS: Final = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord("
 _SHORTEST: Final = b"0" * len(str(2**63))
 
 
-def with_large_integers(body: bytes, data: dict[str, Any], *, in_messages: bool = False) -> dict[str, Any]:
+def with_large_integers(body: bytes, data: dict[str, Any], *, in_messages: bool) -> dict[str, Any]:
     """The data that orjson has read of a body, with large integers replaced by `orjson.Fragment`.
 
     Args: in_messages: also those in `messages`.

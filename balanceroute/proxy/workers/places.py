@@ -13,7 +13,7 @@ from balanceroute.core.types import WorkerSpec
 class Places:
     """The places of workers; the first worker keeps a place."""
 
-    def __init__(self, workers: Iterable[WorkerSpec] = ()) -> None:
+    def __init__(self, workers: Iterable[WorkerSpec]) -> None:
         self._ranks: dict[str, dict[int | None, str]] = {}  # the ids at each server
         for spec in workers:
             self.take(spec)
