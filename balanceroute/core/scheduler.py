@@ -20,7 +20,8 @@ slot beside it and releases it by `pushed`, `push_failed`, `requeue` or `finish`
 
 A request with a limit of 0 tokens needs no decode worker: in either order it queues, prefills and finishes.
 
-`finish` is legal in every phase and releases what that phase holds, once; a second one raises InvariantError.
+A call in the wrong phase raises InvariantError (INV-10). `finish` is legal in every phase and releases what that phase
+holds, once; a second one raises InvariantError, too.
 
 The scheduler moves requests between phases. What a request holds and gives back with a move belongs to others: prefill
 slots to `PrefillDispatch`, which also chooses the prefillers; pinned KV to `PrefillerBudget`; decode slots and loads to
