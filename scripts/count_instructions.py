@@ -140,6 +140,27 @@ def _scanner(route: str) -> Any:
     return EventScanner(translation=translation if route == "messages" else None)
 
 
+async def _asked(upstream: Any, listener: socket.socket) -> tuple[socket.socket, Any]:
+    """A worker's end of a connection that it has answered on, and the reply."""
+    before = upstream.busy_connections
+    asking = asyncio.get_running_loop().create_task(upstream.request("POST", "/v1/completions", b"{}"))
+    while upstream.busy_connections == before:  # noqa: ASYNC110 - the pool has no event to wait for
+        await asyncio.sleep(0)
+    worker, _ = listener.accept()
+    worker.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    worker.send(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+    return worker, await asking
+
+
+async def _connected() -> tuple[socket.socket, Any]:
+    """A client's end of a connection, and the router's."""
+    ours, theirs = socket.socketpair()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+    ours.setblocking(False)
+    _, client = await asyncio.get_running_loop().create_connection(_Client, sock=ours)
+    return theirs, client
+
+
 async def _relay_events(turns: int, events_per_read: int, route: str) -> None:
     from balanceroute.proxy.client.response import Response
     from balanceroute.proxy.life.streaming import stream_events
@@ -151,17 +172,8 @@ async def _relay_events(turns: int, events_per_read: int, route: str) -> None:
         upstream = Upstream(f"http://127.0.0.1:{listener.getsockname()[1]}")
         workers, clients, scanners, relays = [], [], [], []
         for _ in range(STREAMS):
-            asking = loop.create_task(upstream.request("POST", "/v1/completions", b"{}"))
-            while not upstream.busy_connections > len(workers):  # noqa: ASYNC110 - the pool has no event to wait for
-                await asyncio.sleep(0)
-            worker, _ = listener.accept()
-            worker.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            worker.send(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-            reply = await asking
-            ours, theirs = socket.socketpair()
-            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-            ours.setblocking(False)
-            _, client = await loop.create_connection(_Client, sock=ours)
+            worker, reply = await _asked(upstream, listener)
+            theirs, client = await _connected()
             response = Response(client, head_only=False, http_1_0=False, keep_alive=True)
             response.start(200, [])
             scanner = _scanner(route)

@@ -89,7 +89,7 @@ def english() -> list[str]:
 
 def sources() -> list[str]:
     """Pieces of code in several languages."""
-    paths = [*ROOT.glob("balanceroute/**/*.py"), *ROOT.glob("tests/unit/**/*.py"), *ROOT.glob("balanceroute/**/*.pyx")]
+    paths = [*ROOT.glob("balanceroute/**/*.py"), *ROOT.glob("tests/unit/**/*.py")]
     paths += [*ROOT.glob("balanceroute/**/*.js"), *ROOT.glob("balanceroute/**/*.html"), *ROOT.glob("deploy/**/*.yaml")]
     return [path.read_text() for path in sorted(paths) if path.stat().st_size > 2000]
 

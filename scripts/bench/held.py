@@ -19,7 +19,8 @@ import uvloop
 
 from balanceroute.demo.processes import emulated, free_ports, process, temporary_folder, wait_ready
 from balanceroute.engine.tokens import continuation, decode, encode
-from scripts.bench.processes import allow_many_sockets, rss_kib, tree
+from scripts.bench.processes import allow_many_sockets
+from scripts.proc import resident_bytes, tree
 
 RANKS: Final = 144
 SLOTS: Final = 64
@@ -63,7 +64,7 @@ class Stream(asyncio.Protocol):
 async def hold(port: int, pid: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Open all streams, look at the router, and wait for their ends."""
     loop = asyncio.get_running_loop()
-    before, before_kib = tree(pid), rss_kib(tree(pid))
+    before, before_bytes = tree(pid), resident_bytes(tree(pid))
     streams = [Stream(number, arguments.tokens) for number in range(arguments.streams)]
     began_s = time.monotonic()
     for number, stream in enumerate(streams):
@@ -71,15 +72,15 @@ async def hold(port: int, pid: int, arguments: argparse.Namespace) -> dict[str, 
         await loop.create_connection(lambda stream=stream: stream, "127.0.0.1", port)  # type: ignore[misc]
     for stream in streams:
         await stream.began.wait()
-    held, held_kib = sum(not stream.ended.is_set() for stream in streams), rss_kib(tree(pid))
+    held, held_bytes = sum(not stream.ended.is_set() for stream in streams), resident_bytes(tree(pid))
     for stream in streams:
         await stream.ended.wait()
     return {
         "streams": len(streams),
         "held_at_once": held,
         "right": sum(stream.right for stream in streams),
-        "router_mib": round(held_kib / 1024),
-        "kib_per_stream": round((held_kib - before_kib) / max(1, held), 1),
+        "router_mib": round(held_bytes / 2**20),
+        "kib_per_stream": round((held_bytes - before_bytes) / 1024 / max(1, held), 1),
         "processes_lost": len(set(before) - set(tree(pid))),
         "seconds": round(time.monotonic() - began_s),
     }

@@ -31,6 +31,7 @@ except ModuleNotFoundError:
 
 from balanceroute.core.types import RequestSpec
 from balanceroute.proxy.link.messages import Chosen, Progress, Submit, frame, read_from_brain, read_from_relay
+from scripts.proc import cpu_s
 
 PERIOD_S: Final = 0.005
 STREAMS: Final = 375
@@ -144,12 +145,12 @@ def send(kind: str, path: str, receiver: int, results: Connection) -> None:
         await answered()
         costs = []
         for busy in (False, True):
-            before = time.process_time(), _cpu_s(receiver)
+            before = time.process_time(), cpu_s([receiver])
             for _ in range(FRAMES):
                 if busy:
                     await send(frame([PROGRESS]))
                 await asyncio.sleep(PERIOD_S)
-            costs.append((time.process_time() - before[0], _cpu_s(receiver) - before[1]))
+            costs.append((time.process_time() - before[0], cpu_s([receiver]) - before[1]))
         times = []
         for _ in range(CALLS):
             began = time.perf_counter()
@@ -161,12 +162,6 @@ def send(kind: str, path: str, receiver: int, results: Connection) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
-
-
-def _cpu_s(process: int) -> float:
-    with open(f"/proc/{process}/stat") as stat:
-        fields = stat.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

@@ -1,44 +1,13 @@
-"""What other processes cost, read from Linux: CPU time to the nanosecond, resident memory, children."""
+"""How the benchmarks start and end processes."""
 
 import os
 import resource
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-
-def tree(pid: int) -> list[int]:
-    """The process and all its descendants."""
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                after_name = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue  # it has ended meanwhile
-            parents.setdefault(int(after_name[1]), []).append(int(entry.name))
-    found = [pid]
-    for known in found:
-        found += parents.get(known, [])
-    return found
-
-
-def cpu_s(pids: Sequence[int]) -> float:
-    """CPU seconds, user and system, of all threads that these processes have or had."""
-    # the clock id that clock_getcpuclockid(3) makes of a pid: CPUCLOCK_SCHED of the whole thread group
-    return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
-
-
-def rss_kib(pids: Sequence[int]) -> int:
-    """Resident memory."""
-    return sum(
-        int(line.split()[1])
-        for pid in pids
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        if line.startswith("VmRSS:")
-    )
+from scripts.proc import tree
 
 
 def allow_many_sockets() -> None:

@@ -20,7 +20,8 @@ from typing import Any, cast
 import httptools
 import uvloop
 
-from scripts.bench.processes import allow_many_sockets, cpu_s, rss_kib, tree
+from scripts.bench.processes import allow_many_sockets
+from scripts.proc import cpu_s, resident_bytes, tree
 
 SAMPLE = 8  # the way of one read in so many is timed
 PROMPT_BYTES = 1000
@@ -163,7 +164,7 @@ class Load:
 
     async def hold(self) -> dict[str, Any]:
         pids = tree(self.a.pid)
-        before = rss_kib(pids)
+        before = resident_bytes(pids)
         clients = []
         for number in range(self.a.clients):
             client = await self.connect()
@@ -176,7 +177,7 @@ class Load:
                 await client.started.wait()
         await asyncio.sleep(self.a.seconds)
         held = sum(not client.transport.is_closing() for client in clients)
-        return {"streams": held, "kib_per_stream": round((rss_kib(pids) - before) / held, 1)}
+        return {"streams": held, "kib_per_stream": round((resident_bytes(pids) - before) / 1024 / held, 1)}
 
 
 def main() -> None:

@@ -30,9 +30,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from scripts.bench.processes import allow_many_sockets, cpu_s, tree
+from scripts.bench.processes import allow_many_sockets
 from scripts.bench.relay import conditions, interval
 from scripts.bench.routers import Site, Target
+from scripts.proc import cpu_s, tree
 
 RELAYS: Final = (0, 1, 2)
 IDLE_S: Final = 10.0

@@ -94,9 +94,8 @@ class Siege:
             self.done["bytes"] += 1
             try:
                 async with asyncio.timeout(DRIP_S):
-                    if not await loop.sock_recv(sock, 4096):
-                        raise ConnectionResetError
-                    self.done["answers"] += 1
+                    if await loop.sock_recv(sock, 4096):
+                        self.done["answers"] += 1
                     raise ConnectionResetError
             except TimeoutError:
                 continue

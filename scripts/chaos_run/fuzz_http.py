@@ -19,7 +19,6 @@ import os
 import random
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import uvloop
@@ -27,6 +26,7 @@ import uvloop
 from balanceroute.proxy.client.inbox import MAX_WAITING_BYTES
 from scripts.chaos_run.edge_stage import HOT_PATH, Outcome, Stage
 from scripts.chaos_run.fuzzing import Batch, Mutation, cut, double, drop, feed, flip, inserting, reads
+from scripts.proc import resident_bytes
 
 # of a process after its first batch: its allocator's, 8.2 MiB after 150,000 inputs and 8.6 after 1,000,000
 GROWTH_BYTES: Final = 16 * 2**20
@@ -234,7 +234,7 @@ def run(arguments: tuple[int, int]) -> Batch:
     """So many inputs from a seed on, in a worker process."""
     global _warm_bytes
     failures = uvloop.run(_inputs(*arguments))
-    rss_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    rss_bytes = resident_bytes([os.getpid()])
     if _warm_bytes is None:
         _warm_bytes = rss_bytes
     return Batch(arguments[1], failures, rss_bytes - _warm_bytes)

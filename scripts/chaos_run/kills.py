@@ -16,7 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from scripts.chaos_run.stack import Stack, children
+from scripts.chaos_run.stack import Stack
+from scripts.proc import children
 
 GAP_S = (4.0, 12.0)
 SOON_S = (0.0, 1.0)  # after another fault: while processes are being started, or take over

@@ -1,7 +1,6 @@
 """The processes under attack: an emulated cluster and a router in front of it, on loopback."""
 
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,6 +17,7 @@ import yaml
 from balanceroute.cli.emulate import DECODE_PORT_OFFSET
 from balanceroute.demo.processes import free_port_range
 from balanceroute.emulator import Connector
+from scripts.proc import children, cpu_s, resident_bytes
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 90.0  # a process per worker, on two cores
@@ -139,15 +139,17 @@ class Process:
 
     def rss_bytes(self) -> int:
         """Resident memory now, of it or its largest child; 0 when it has ended."""
-        return max(map(_rss_bytes, (self.pid, *children(self.pid))))
+        found = [0]
+        for pid in (self.pid, *children(self.pid)):
+            with suppress(OSError):
+                found.append(resident_bytes([pid]))
+        return max(found)
 
     def cpu_s(self) -> float:
         """CPU seconds so far; 0 when it has ended."""
-        try:
-            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        with suppress(OSError):
+            return cpu_s([self.pid])
+        return 0.0
 
     def connections_to(self, port: int) -> int:
         """Established connections to a port that it listens on; 0 when it has ended."""
@@ -259,21 +261,6 @@ class Stack:
         self._processes.append(process)
         await process.answers(f"{url}/health")
         return process
-
-
-def children(pid: int) -> list[int]:
-    """The processes that this one has started, and that have not ended."""
-    with suppress(OSError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
-
-
-def _rss_bytes(pid: int) -> int:
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def settings(shape: Shape, port: int) -> dict[str, Any]:

@@ -186,6 +186,11 @@ async def run(site: Machines, clients: int, seconds: float) -> None:
                 raise Wrong(f"{name}: {dict(found)}; accepted beside right ones are at most {allowed}")
     finally:
         await load.end()
+    await check_end(site, load)
+
+
+async def check_end(site: Machines, load: Load) -> None:
+    """What came last is right, and nothing is left of all that was asked. Raises: Wrong."""
     found, _ = load.take()
     if set(found) - {"right"}:
         raise Wrong(f"the last ones: {dict(found)}")

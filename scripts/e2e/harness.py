@@ -99,10 +99,11 @@ async def judged_stream(
             reason = "the stream has no end"
             async for line in answer.aiter_lines():
                 is_done = is_done or line == "data: [DONE]"  # the body's end is read, too, to keep the connection
-                if line.startswith("data: {"):
-                    if not text:
-                        on_first(time.monotonic() - began)
-                    text += "".join(choice["text"] for choice in json.loads(line[6:]).get("choices", ()))
+                if not line.startswith("data: {"):
+                    continue
+                if not text:
+                    on_first(time.monotonic() - began)
+                text += "".join(choice["text"] for choice in json.loads(line[6:]).get("choices", ()))
     except httpx.TransportError as error:
         if not reason:
             return "refused", repr(error)

@@ -1,7 +1,6 @@
 """What requests cost a router's process in memory."""
 
 import json
-import resource
 import socket
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +9,7 @@ from threading import Event, Thread
 
 import pytest
 
+from scripts.proc import resident_bytes
 from tests.processes import listening_port, process, wait_for
 from tests.waiting import block_until
 
@@ -53,10 +53,6 @@ class Silence(BaseHTTPRequestHandler):
         """Not to stderr."""
 
 
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 def test_a_large_request_under_way_takes_three_times_its_body_not_four(tmp_path: Path) -> None:
     """Its prompt, the prefiller's body, and this with its head; the client's own bytes are dropped when read."""
     log = tmp_path / "log"
@@ -71,7 +67,7 @@ def test_a_large_request_under_way_takes_three_times_its_body_not_four(tmp_path:
         router = stack.enter_context(process("serve", *flags, log=log))
         port = listening_port(log, router)
         wait_for(f"http://127.0.0.1:{port}/ready", log, router)
-        before = resident_bytes(router.pid)
+        before = resident_bytes([router.pid])
         for _ in range(COUNT):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             client.sendall(
@@ -79,4 +75,4 @@ def test_a_large_request_under_way_takes_three_times_its_body_not_four(tmp_path:
                 b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY)
             )
         block_until(lambda: len(prefiller.received) == COUNT)
-        block_until(lambda: 1 < (resident_bytes(router.pid) - before) / (COUNT * len(BODY)) < 3.7)
+        block_until(lambda: 1 < (resident_bytes([router.pid]) - before) / (COUNT * len(BODY)) < 3.7)

@@ -5,7 +5,6 @@ The workers answer at once and remember every request that reached them: what a 
 
 import asyncio
 import json
-import os
 import re
 import threading
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import orjson
 import yaml
 
 from scripts.chaos_run.aftermath import held_by_router
+from scripts.proc import resident_bytes
 from tests.processes import Running, forked_process, listening_port
 from tests.security.wire import Answer, Connection, completion, request
 from tests.unit.proxy.servers import CHUNKED_HEAD, chunked, plain, read_request, worker
@@ -210,7 +210,7 @@ class Edge:
 
     def rss_bytes(self) -> int:
         """Resident memory."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return resident_bytes([self.process.pid])
 
     def clients(self) -> int:
         """Connections of clients that it has open."""
