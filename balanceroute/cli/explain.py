@@ -50,15 +50,9 @@ def explain(
         raise InputError("explain takes a SNAPSHOT file (or -), or --journal FILE")
     if journal is not None:
         from balanceroute.journal import rerun
-        from balanceroute.plugins import CLASS_NAME, learn_policy
 
         if policy is not None:
-            if not CLASS_NAME.fullmatch(policy):
-                raise InputError(
-                    f"--policy {policy}: a journal's calls are made again by its own policy; "
-                    "accepted is a module:Class that it names"
-                )
-            learn_policy(policy)
+            learn_named(policy)
         report = rerun(journal)
         show_rerun(journal, report, as_json=as_json)
         raise typer.Exit(1 if report.difference else 0)
@@ -70,6 +64,19 @@ def explain(
         print_json(result.to_dict())
     else:
         show_explanation(result)
+
+
+def learn_named(policy: str) -> None:
+    """Let a journal name a user's own policy. Raises: InputError: it is one of ours, and says nothing."""
+    from balanceroute.errors import InputError
+    from balanceroute.plugins import CLASS_NAME, learn_policy
+
+    if not CLASS_NAME.fullmatch(policy):
+        raise InputError(
+            f"--policy {policy}: a journal's calls are made again by its own policy; "
+            "accepted is a module:Class that it names"
+        )
+    learn_policy(policy)
 
 
 def explained(path: Path, policy: str | None) -> "Explanation":

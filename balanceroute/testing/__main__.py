@@ -38,22 +38,9 @@ def main(arguments: list[str]) -> int:
     name, *params = named
     try:
         if of_predictor:
-            options = parse_options("option", params)
-            with time_limit():
-                make_own = in_time(partial(make_predictor, name, options=options))
-
-                def own_predictor(horizon_steps: int) -> Any:
-                    return EachInTime(make_own(horizon_steps))
-
-                warn(name, slow_predictions(own_predictor))
-                check_predictor(own_predictor)
+            try_predictor(name, params)
         else:
-            learn_policy(name)
-            settings = parse_params(PolicySettings(policy=name), params)
-            with time_limit():
-                own_policy = in_time(partial(make_policy, settings))
-                warn(name, slow_decisions(own_policy))
-                check_policy(own_policy)
+            try_policy(name, params)
     except RuleBroken as error:
         print(f"{name}: {error}")
         return 1
@@ -67,6 +54,29 @@ def main(arguments: list[str]) -> int:
         return 130
     print(f"{name}: keeps the rules")
     return 0
+
+
+def try_predictor(name: str, params: list[str]) -> None:
+    """Raises: RuleBroken; TooLong; BalanceRouteError: it cannot be made."""
+    options = parse_options("option", params)
+    with time_limit():
+        make_own = in_time(partial(make_predictor, name, options=options))
+
+        def own_predictor(horizon_steps: int) -> Any:
+            return EachInTime(make_own(horizon_steps))
+
+        warn(name, slow_predictions(own_predictor))
+        check_predictor(own_predictor)
+
+
+def try_policy(name: str, params: list[str]) -> None:
+    """Raises: as `try_predictor`."""
+    learn_policy(name)
+    settings = parse_params(PolicySettings(policy=name), params)
+    with time_limit():
+        own_policy = in_time(partial(make_policy, settings))
+        warn(name, slow_decisions(own_policy))
+        check_policy(own_policy)
 
 
 @contextmanager

@@ -363,8 +363,7 @@ class ClientProtocol(asyncio.Protocol):
     def _ran(self, response: Response, task: "asyncio.Task[None]") -> None:
         """The handler's task has ended: end a response that it left incomplete."""
         self.edge.tasks.discard(task)
-        failed = not task.cancelled() and task.exception() is not None
-        if failed:
+        if not task.cancelled() and task.exception() is not None:
             log.error("internal error", exc_info=task.exception(), extra={"where": "client request"})
         if response.complete or response.gone:
             return
