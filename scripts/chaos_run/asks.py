@@ -160,6 +160,11 @@ class Asker:
             return self._structured()
         if not chat and draw.random() < mix.scored_share:
             return self._scored()
+        return self._generated(chat)
+
+    def _generated(self, chat: bool) -> Ask:
+        """Answers of the usual kind."""
+        draw, mix = self._random, self._mix
         stream = draw.random() < mix.stream_share
         several = draw.random() < mix.several_share
         body, prompts = self._chat() if chat else self._completion(draw.randint(1, 3) if several else 0)
@@ -169,16 +174,41 @@ class Asker:
         body["model"] = "emulated"
         ignore_eos = draw.random() < 0.3
         limit = self._limit(body, chat, ignore_eos)
-        min_tokens = 0
+        min_tokens = self._wish(body, chat, stream, limit, ignore_eos)
+        choices = []
+        for prompt in prompts:
+            ids = continuation(prompt, limit, lengths=self._lengths, ignore_eos=ignore_eos, min_tokens=min_tokens)
+            choices += [_right(ids, prompt)] * n
+        if "stop" not in body and min_tokens == 0 and draw.random() < 0.08:
+            body["stop"] = [self._stop(choices[0]), "</s>"]
+            choices = [choice.until(body["stop"][0]) for choice in choices]
+        told = {"return_token_ids", "logprobs"} & body.keys()
+        if not chat and draw.random() < 0.1 and not told and not isinstance(_first(body["prompt"]), int):
+            body["echo"] = True
+            choices = [replace(choice, shown=decode(choice.prompt) + choice.text) for choice in choices]
+        if not stream and draw.random() < 0.06:
+            body["prompt_logprobs"] = 1
+        return self._ask(
+            CHAT if chat else COMPLETIONS,
+            body,
+            choices,
+            prompt_tokens=sum(map(len, prompts)),
+            want_ids="return_token_ids" in body,
+            want_usage="stream_options" in body,
+            want_logprobs="logprobs" in body,
+            want_prompt_logprobs="prompt_logprobs" in body,
+        )
+
+    def _wish(self, body: dict[str, Any], chat: bool, stream: bool, limit: int, ignore_eos: bool) -> int:
+        """Put rarer fields into a body; returns its `min_tokens`."""
+        draw, min_tokens = self._random, 0
         if draw.random() < 0.1:
             min_tokens = body["min_tokens"] = draw.randint(0, min(8, limit))
         if ignore_eos:
             body["ignore_eos"] = True
-        want_ids = draw.random() < 0.3
-        if want_ids:
+        if draw.random() < 0.3:
             body["return_token_ids"] = True
-        want_logprobs = draw.random() < 0.08
-        if want_logprobs:
+        if draw.random() < 0.08:
             body["logprobs"] = True if chat else 1
         if draw.random() < 0.05:
             body["stop"] = draw.choice(["</s>", ["###", "</s>"]])  # never met, but text is held back for it
@@ -191,33 +221,7 @@ class Asker:
             body["stream"] = True
         if want_usage:
             body["stream_options"] = {"include_usage": True, "continuous_usage_stats": draw.random() < 0.3}
-        choices = []
-        for prompt in prompts:
-            ids = continuation(prompt, limit, lengths=self._lengths, ignore_eos=ignore_eos, min_tokens=min_tokens)
-            choices += [_right(ids, prompt)] * n
-        if "stop" not in body and min_tokens == 0 and draw.random() < 0.08:
-            body["stop"] = [self._stop(choices[0]), "</s>"]
-            choices = [choice.until(body["stop"][0]) for choice in choices]
-        if (
-            not chat
-            and draw.random() < 0.1
-            and not (want_ids or want_logprobs or isinstance(_first(body["prompt"]), int))
-        ):
-            body["echo"] = True
-            choices = [replace(choice, shown=decode(choice.prompt) + choice.text) for choice in choices]
-        want_prompt_logprobs = not stream and draw.random() < 0.06
-        if want_prompt_logprobs:
-            body["prompt_logprobs"] = 1
-        return self._ask(
-            CHAT if chat else COMPLETIONS,
-            body,
-            choices,
-            prompt_tokens=sum(map(len, prompts)),
-            want_ids=want_ids,
-            want_usage=want_usage,
-            want_logprobs=want_logprobs,
-            want_prompt_logprobs=want_prompt_logprobs,
-        )
+        return min_tokens
 
     def _message(self) -> Ask:
         """In Anthropic's API."""

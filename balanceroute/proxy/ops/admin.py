@@ -251,7 +251,7 @@ class Admin:
 
 
 def state(services: Services) -> dict[str, Any]:
-    """The body of `GET /state`: the state document (`core.state`) and figures for operators."""
+    """The body of `GET /state`: the state document (`core/snapshot_json`) and figures for operators."""
     ledger, keys = services.ledger, services.perimeter.keys
     return {
         **ledger.state(policy_settings(services.config)),
