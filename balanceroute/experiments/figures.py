@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.errors import InputError
+from balanceroute.experiments import methods
 from balanceroute.simulator import Figures
 from balanceroute.whole_file import write_whole
 
@@ -58,16 +59,19 @@ STYLES: dict[str, tuple[str, Marker, Dashes]] = {
 }
 """Colour, marker and dashes by a method's label."""
 LABELS = {
-    "random": "Random",
-    "round_robin": "Round-Robin",
-    "power_of_two": "Power-of-Two-Choices",
-    "join_shortest_queue": "Join-Shortest-Queue",
-    "least_kv": "Least KV tokens",
-    "pool_fifo": "Pool, FIFO, to the least KV",
-    "br_0": "BR-0",
-    "br_h": "BR-H survival",
-    "target_fit": "TargetFit (beyond the paper)",
-    "level_fit": "LevelFit (ours)",
+    row.policy.policy: row.label
+    for row in (
+        methods.RANDOM,
+        methods.ROUND_ROBIN,
+        methods.POWER_OF_TWO,
+        methods.JSQ,
+        methods.LEAST_KV,
+        methods.POOL_FIFO,
+        methods.BR_0,
+        methods.BR_H_SURVIVAL,
+        methods.TARGET_FIT,
+        methods.LEVEL_FIT,
+    )
 }
 """The method that a policy's name stands for, where a figure shows policies by name."""
 LINES = ("x", "+", "2")  # markers without an inside
