@@ -83,13 +83,15 @@ worker costs `slowdown` times as much as the others do, and all wait for it. So 
 workers are filled to a level L, or until no slot is free, a step serves the sum of min(slots, L / cost) requests, and
 takes as long as L and what no load changes, `STEADY_TOKENS`. The level is the one that serves most in that time, of
 those where the others, or some slower ones too, have all slots in use. If one of the others is above it, no step is
-shorter for a slower one that stays below that. A request costs what those that run hold on average, but at least a mean
-prompt and half an answer. A worker takes whole requests, so it may pass the level by half of one.
+shorter for a slower one that stays below that. A request costs what those that run hold on average, but at least a
+mean prompt and half an answer. A worker takes whole requests, so it may pass the level by half of one.
 Where c is known, loads say more of what a step takes. One request more among the N that run yields 1/N more tokens, so
 it must not make the step longer by more than 1/N; and what no load changes takes up to twice as long as the loads do.
 So there a request must not raise the largest load by more than `most_rise` = 3 times its Nth part either.
-A worker counts as slower only beside its own barrier group, as no others wait for it, and only if it is slower than the
-median there: where most are slower than a few, to leave slots of most free loses more than longer steps do.
+A worker counts as slower only beside its own barrier group, as no others wait for it, and only if its load with all
+slots in use is above the median there: where most are slower than a few, to leave slots of most free loses more than
+longer steps do. So one with many more slots than most counts as slower, too; but if its requests cost no more than
+theirs, only where the level leaves some of its slots free, as what runs there may be above the level by chance.
 
 *Large pools.* Where more wait than there are slots, whatever the last of them are chosen for, they wait longer than the
 mean answer takes; and so many are not needed to find one that fits. So a decision chooses among as many as there are
@@ -145,16 +147,17 @@ def cost(spec: WorkerSpec, prompt_tokens: float) -> float:
 class SlowerWorkers:
     """Up to which load slower workers are filled (see above). O(G log G) to make.
 
-    Attributes: `matter`, whether any is filled to less than its slots. None is where no worker is slower than the
-    median of its barrier group, no worker waits for another, or small prompts keep it level.
+    Attributes: `matter`, whether any is filled to less than its slots. None is where a full step of none takes longer
+    than the median of its barrier group, no worker waits for another, or small prompts keep it level.
     """
 
     def __init__(self, snapshot: ClusterSnapshot, rules: FitRules) -> None:
         means, knows_c = snapshot.means, snapshot.request_tokens > 0.0
         self._half_answer = 0.5 * means.answer_tokens
-        self._levels: dict[str, tuple[float, float]] = {}  # by barrier group: the median slowdown, and the level
+        # by barrier group: the median slowdown, the median load with all slots in use, and the level
+        self._levels: dict[str, tuple[float, float, float]] = {}
         self._held, self._most_rise, self.matter = 0.0, math.inf, False
-        if snapshot.alike or rules.most_rise == math.inf or not snapshot.shared_barrier:
+        if snapshot.uniform or rules.most_rise == math.inf or not snapshot.shared_barrier:
             return
         if not knows_c and means.deviation_tokens >= ALIKE * (means.prompt_tokens + self._half_answer):
             return
@@ -167,34 +170,42 @@ class SlowerWorkers:
         self._held = sum([worker.total_load for worker in snapshot.up]) / max(1, running)
         self._held = max(self._held, means.prompt_tokens + self._half_answer)  # while what runs is young
         for group, workers in groups.items():
-            usual = sorted([worker.spec.slowdown for worker in workers])[(len(workers) - 1) // 2]
-            if any([worker.spec.slowdown > usual for worker in workers]):
-                self._levels[group] = usual, self._level(workers, usual)
+            loads = sorted([self._full(worker.spec) for worker in workers])
+            usual = loads[(len(loads) - 1) // 2]
+            if loads[-1] > usual:
+                slowdowns = sorted([worker.spec.slowdown for worker in workers])
+                self._levels[group] = slowdowns[(len(slowdowns) - 1) // 2], usual, self._level(workers, usual)
         self.matter = bool(self._levels)
         if knows_c:
             in_barrier = [worker.occupied for worker in snapshot.workers if worker.state is not DOWN]
             self._most_rise = rules.most_rise / max(1, sum(in_barrier))
 
+    def _full(self, spec: WorkerSpec) -> float:
+        """The load of such a worker with all slots in use."""
+        return spec.slots * cost(spec, self._held)
+
     def _level(self, workers: list[DecodeInstanceState], usual: float) -> float:
         """The level that serves most in time; the largest load of a worker that is not slower where one is above it."""
         costs = [(max(1.0, cost(worker.spec, self._held)), worker.spec.slots) for worker in workers]
-        others = [worker for worker in workers if worker.spec.slowdown <= usual]
-        level = least = max([worker.spec.slots * cost(worker.spec, self._held) for worker in others])
-        full, per_load, most = 0, math.fsum([1.0 / each for each, _ in costs]), 0.0
+        others = [worker.step_load for worker in workers if self._full(worker.spec) <= usual]
+        level, full, per_load, most = usual, 0, math.fsum([1.0 / each for each, _ in costs]), 0.0
         for load, each, slots in sorted([(slots * each, each, slots) for each, slots in costs]):
             full += slots  # requests on workers that have no slot free at this level
             per_load -= 1.0 / each  # requests on the others, over the level
             served = (full + load * per_load) / (load + STEADY_TOKENS)
-            if load >= least and served > most:
+            if load >= usual and served > most:
                 level, most = load, served
-        return max(level, max([worker.step_load for worker in others]))
+        return max(level, max(others))
 
     def may_take(self, spec: WorkerSpec, load: float, prompt_tokens: float, envelope: float) -> bool:
         """Whether a prompt may go to a worker of this load, where the largest load is `envelope`."""
         found = self._levels.get(spec.barrier_group)
-        if found is None or spec.slowdown <= found[0]:
+        if found is None:
             return True
-        limit = found[1] + 0.5 * cost(spec, self._held)
+        usual_slowdown, usual, level = found
+        if self._full(spec) <= (usual if spec.slowdown > usual_slowdown else level):
+            return True
+        limit = level + 0.5 * cost(spec, self._held)
         if self._most_rise < math.inf:
             limit = min(limit, envelope + self._most_rise * envelope)
         return load + cost(spec, prompt_tokens + self._half_answer) <= limit

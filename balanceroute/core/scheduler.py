@@ -341,8 +341,8 @@ class Scheduler:
 
         It sees every full worker with m slots more. The loads that it sees count what runs and what was sent ahead.
         Before the next request starts, every worker has as many departures; so the differences between these loads will
-        last. A slower worker whose slots it leaves free, though more requests wait, gets none here either. Where a fast
-        one keeps slots free, memory is short, and nothing is sent ahead.
+        last. A slower worker whose slots it leaves free, though requests wait, gets none here either. Where a fast one
+        keeps slots free, memory is short, and nothing is sent ahead.
         """
         self._size_overlap()
         snapshot = self.snapshot
@@ -358,9 +358,13 @@ class Scheduler:
                 worker.own_slots = slots
 
     def _may_fill_slots(self) -> bool:
-        """Whether a free slot may yet be filled: any but those that the policy leaves free on slower workers. O(G)."""
+        """Whether a free slot may yet be filled: any but those that the policy leaves free on slower workers.
+
+        O(G); O(G log G) where workers differ.
+        """
         snapshot = self.snapshot
-        free = snapshot.open_workers()
+        of_policy = getattr(self.policy, "fillable", None)  # a user's own may lack it
+        free = of_policy(snapshot) if of_policy else snapshot.open_workers()
         if not free:
             return False
         fastest = min([worker.spec.slowdown for worker in snapshot.up])

@@ -74,7 +74,8 @@ class ClusterSnapshot:
         self._workers_by_id: dict[str, DecodeInstanceState] = {}
         self._prefillers_by_id: dict[str, PrefillerBudget] = {}
         self.alike = True  # every worker has slowdown 1 and charges nothing per request, so that tokens are cost
-        self._unlike = 0  # the others
+        self.uniform = True  # all workers have the same slowdown, c and slots
+        self._kinds: dict[tuple[float, int, int], int] = {}  # how many workers have each of these
         self.request_tokens = 0.0  # c, the mean over the workers
         self._all_request_tokens = 0  # the sum
         self.longest_wait_s = math.inf  # a request that waits longer would leave the pool unserved
@@ -169,10 +170,13 @@ class ClusterSnapshot:
             self.slots -= worker.spec.slots
 
     def _count_costs(self, spec: WorkerSpec, count: int) -> None:
-        if spec.slowdown != 1.0 or spec.request_tokens:
-            self._unlike += count
+        kind = (spec.slowdown, spec.request_tokens, spec.slots)
+        self._kinds[kind] = self._kinds.get(kind, 0) + count
+        if not self._kinds[kind]:
+            del self._kinds[kind]
         self._all_request_tokens += count * spec.request_tokens
-        self.alike = not self._unlike
+        self.alike = all([slowdown == 1.0 and not each for slowdown, each, _ in self._kinds])
+        self.uniform = len(self._kinds) < 2
         self.request_tokens = self._all_request_tokens / max(1, len(self.workers))
 
     def set_horizon(self, horizon_steps: int) -> None:
@@ -399,6 +403,8 @@ class ClusterSnapshot:
         specs = [worker.spec for worker in self.workers]
         self._expect("slots", self.slots, sum(w.spec.slots for w in self.workers if w.state is not DOWN))
         self._expect("alike", self.alike, all(spec.slowdown == 1.0 and not spec.request_tokens for spec in specs))
+        kinds = {(spec.slowdown, spec.request_tokens, spec.slots) for spec in specs}
+        self._expect("uniform", self.uniform, len(kinds) < 2)
         self._expect("request tokens", self.request_tokens, sum(s.request_tokens for s in specs) / max(1, len(specs)))
         for worker in self.workers:
             self._check_worker(worker)

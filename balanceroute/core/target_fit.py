@@ -33,8 +33,9 @@ to any worker that has some room. A request that fits nowhere would keep all slo
 class waits and every request of this class finds a slot, it goes to the most room at once.
 
 *Slower workers* (LevelFit) keep slots free that cost more than they serve, where c is known or prompts are alike
-(`scarce_fit.py`). In slack, and where memory is short, a request passes by those where it would. It goes to the one of
-the others that is lightest with it: of two idle ones to the faster.
+(`scarce_fit.py`), and so do workers with many more slots than most. In slack, and where memory is short, a request
+passes by those where it would. It goes to the one of the others that is lightest with it: of two idle ones to the
+faster.
 
 *One worker alone* waits for nobody (LevelFit): requests go in waiting order, as far as memory goes. One that does not
 fit holds up later classes there, as it would inside the engine.
@@ -104,6 +105,10 @@ class TargetFit:
                 slots_stay_free = yield from self._scarce(snapshot, open_workers, now, pool_is_full)
                 if slots_stay_free:
                     return
+
+    def fillable(self, snapshot: ClusterSnapshot) -> list[DecodeInstanceState]:
+        """Workers with a free slot that something may yet take; the pool is not empty."""
+        return worth_filling(snapshot, self.rules)
 
     def recheck_s(self, snapshot: ClusterSnapshot, now: float) -> float:
         """When the first request that is held back in slack must go.

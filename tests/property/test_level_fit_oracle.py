@@ -46,7 +46,7 @@ class Place:
     group: str
     more: float = 0.0  # of the answers that what was chosen here is expected to have
     kept_free: float = 0.0  # a load: the room that it makes for a huge request
-    shut: bool = False  # it is slower, and its slots stay free
+    shut: bool = False  # its full steps take longer, and its slots stay free
 
     @property
     def load(self) -> float:
@@ -184,10 +184,14 @@ class Oracle:
         return self.memory_left(place) if place.requests else math.inf
 
     def costs_too_much(self, place: Place, prompt: int) -> bool:
-        """Whether a slower worker slows the others down by more than such a request serves."""
-        if place not in self.slower() or self.levels[place.group] == math.inf:
+        """Whether a worker whose full steps take longer slows the others down by more than such a request serves."""
+        if place not in self.heavier() or self.levels[place.group] == math.inf:
             return False
-        limit = self.levels[place.group] + place.added(self.held) / 2
+        level, full = self.levels[place.group], place.slots * place.added(self.held)
+        up = [each.slowdown for each in self.places if each.state == "up" and each.group == place.group]
+        if place.slowdown <= median_low(up) and full <= level:
+            return False
+        limit = level + place.added(self.held) / 2
         if self.c:
             envelope = max(each.load for each in self.barrier)
             limit = min(limit, envelope + 3 * envelope / max(1, self.running))
@@ -201,9 +205,9 @@ class Oracle:
         lasting = float(self.means["prompt_tokens"] + self.means["answer_tokens"] / 2)
         return max(lasting, sum(each.tokens for each in up) / max(1, sum(each.requests for each in up)))
 
-    def level_of_slower(self, group: list[Place]) -> float:
-        """Up to which load the slower workers of a group are filled."""
-        others, means = [each for each in group if each not in self.slower()], self.means
+    def level_of_heavier(self, group: list[Place]) -> float:
+        """Up to which load the workers of a group whose full steps take longer are filled."""
+        others, means = [each for each in group if each not in self.heavier()], self.means
         alike = means["deviation_tokens"] < 0.3 * (means["prompt_tokens"] + means["answer_tokens"] / 2)
         if self.rules is not LEVEL_FIT or not (self.c or alike):
             return math.inf
@@ -219,14 +223,18 @@ class Oracle:
         assume(all(abs(each - best) < 1 or served(best) > (1 + NEAR) * served(each) for each in levels))
         return max(best, *(each.load for each in others))
 
-    def slower(self) -> list[Place]:
-        """Workers slower than the median of their group; beside named groups one without a group is alone."""
+    def heavier(self) -> list[Place]:
+        """Workers whose steps take longer than the median of their group with all slots in use.
+
+        Beside named groups one without a group is alone.
+        """
         up = [each for each in self.places if each.state == "up"]
         alone = "" if any(each.group for each in up) else None
-        usual = {
-            group: median_low(each.slowdown for each in up if each.group == group) for group in {e.group for e in up}
-        }
-        return [each for each in up if each.group != alone and each.slowdown > usual[each.group]]
+        full = {each.name: each.slots * each.added(self.held) for each in up}
+        usual = {group: median_low(full[e.name] for e in up if e.group == group) for group in {e.group for e in up}}
+        heavier = [each for each in up if each.group != alone and full[each.name] > usual[each.group]]
+        assume(all(full[each.name] > (1 + NEAR) * usual[each.group] for each in heavier))
+        return heavier
 
     # -- the choices
 
@@ -239,8 +247,8 @@ class Oracle:
             self.held = self.find_held()
             up = [each for each in self.places if each.state == "up"]
             self.levels = {
-                group: self.level_of_slower([each for each in up if each.group == group])
-                for group in {each.group for each in self.slower()}
+                group: self.level_of_heavier([each for each in up if each.group == group])
+                for group in {each.group for each in self.heavier()}
             }
             for place in self.places:
                 place.shut = False

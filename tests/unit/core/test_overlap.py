@@ -228,6 +228,20 @@ def test_slots_that_a_slower_worker_keeps_free_keep_nobody_from_being_sent_ahead
     assert (fast.own_slots, slow.own_slots) == (8, 8)
 
 
+def test_slots_that_a_large_worker_keeps_free_keep_nobody_from_being_sent_ahead_though_few_wait() -> None:
+    """Fewer wait than it has slots free, so that they might find one there; but those are not to be filled."""
+    scheduler = a_scheduler(2, workers=0)
+    for name, slots in (("small", 4), ("other", 4), ("large", 64)):
+        scheduler.add_worker(WorkerSpec(name, Role.DECODE, slots=slots, request_tokens=60_000), 0.0)
+    for number in range(12):
+        offer(scheduler, f"r{number}")
+        scheduler.admit(0.0)
+    assert held(scheduler) == [4, 4, 4]
+    offer(scheduler, "ahead")
+    assert [admission.worker for admission in scheduler.admit(0.0)] == ["small"]
+    assert scheduler.snapshot.requests["ahead"].sent_ahead
+
+
 def test_nothing_is_sent_ahead_while_memory_keeps_a_slot_free() -> None:
     """What is sent ahead holds memory too, and what waits for memory would lose its place to it."""
     scheduler = a_scheduler(1)

@@ -873,6 +873,60 @@ def test_a_slower_worker_keeps_slots_free_only_beside_faster_ones_of_its_barrier
     assert bool(admitted(scheduler)) is taken
 
 
+def with_slots(*slots: int, request_tokens: int = 0) -> Scheduler:
+    """Workers that differ in their slots alone."""
+    scheduler = a_scheduler("level_fit", workers=0, hold_s=0.0)
+    for index, each in enumerate(slots):
+        spec = WorkerSpec(f"d{index}", Role.DECODE, slots=each, request_tokens=request_tokens)
+        scheduler.add_worker(spec, 0.0)
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "deviation_tokens", "request_tokens", "taken"),
+    [
+        (30_000, 0.0, 0, False),
+        (30_000, 15_000.0, 0, True),  # prompts differ: small ones keep it level
+        (30_000, 15_000.0, 30_000, False),  # not where each request costs as much again
+        (300, 0.0, 0, True),  # such loads hardly change the time of a step
+    ],
+)
+@pytest.mark.parametrize("waiting", [1, 60])
+def test_a_worker_with_many_more_slots_than_most_keeps_those_free_that_cost_more_than_they_serve(
+    waiting: int, prompt_tokens: int, deviation_tokens: float, request_tokens: int, *, taken: bool
+) -> None:
+    """Three workers of eight slots, all in use, and one of 64 with as many requests: full it would slow all down."""
+    scheduler = with_slots(8, 8, 8, 64, request_tokens=request_tokens)
+    hold(scheduler, [[prompt_tokens] * 8] * 4)
+    pool_all(scheduler, {f"w{number}": prompt_tokens for number in range(waiting)})
+    scheduler.snapshot.means.deviation_tokens = deviation_tokens
+    assert {worker for _, worker in admitted(scheduler)} == ({"d3"} if taken else set())
+
+
+def test_where_half_of_the_workers_have_more_slots_all_are_filled() -> None:
+    """Together they serve more with all slots in use, however long the steps are then."""
+    scheduler = with_slots(8, 8, 64, 64)
+    hold(scheduler, [[3_000] * 8] * 2 + [[3_000] * 20] * 2)
+    pool_all(scheduler, {f"w{number}": 3_000 for number in range(100)})
+    assert len(admitted(scheduler)) == 88
+
+
+def test_a_worker_with_a_few_slots_more_is_filled_though_what_runs_there_is_large_by_chance() -> None:
+    scheduler = with_slots(8, 8, 10)
+    hold(scheduler, [[3_000] * 8] * 2 + [[4_000] * 9])
+    pool_all(scheduler, {"next": 3_000, "waits": 3_000})
+    assert admitted(scheduler) == [("next", "d2")]
+
+
+@pytest.mark.parametrize("request_tokens", [0, 13_400])
+@pytest.mark.parametrize("slowdown", [1.0, 2.0])
+def test_equal_workers_are_filled_whatever_their_loads(request_tokens: int, slowdown: float) -> None:
+    scheduler = a_scheduler("level_fit", slots=8, slowdowns=[slowdown] * 3, request_tokens=request_tokens, hold_s=0.0)
+    hold(scheduler, [[300] * 7, [300] * 7, [30_000] * 7])
+    pool_all(scheduler, {f"w{number}": 30_000 for number in range(4)})
+    assert sorted(worker for _, worker in admitted(scheduler)) == ["d0", "d1", "d2"]
+
+
 @pytest.mark.parametrize("slowdowns", [[0.5, 1.0, 1.0, 1.0], [0.5, 0.5, 1.0, 1.0]])
 def test_most_workers_are_filled_even_where_a_few_are_faster(slowdowns: list[float]) -> None:
     """One fast worker of four does not keep the slots of the three others free, however long their steps; two do."""
