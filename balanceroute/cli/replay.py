@@ -57,6 +57,7 @@ PREFIX_CACHE_HELP = (
     "`balanceroute trace convert` keeps the hash_ids of Mooncake's and Bailian's."
 )
 
+BY_SIZE_HELP = "Whether that is how long a mean prompt takes, and others take it in proportion to their KV."
 BESIDE_FULL_HELP = "Whether workers begin KV transfers while all their slots are in use; vLLM does not."
 OVERLAP_HELP = (
     "Requests sent to each worker beyond its slots (m), or auto: as many as measured transfers need. "
@@ -94,6 +95,7 @@ def replay(
     ] = "prefix_affinity",
     prefix_cache: Annotated[int, typer.Option(help=PREFIX_CACHE_HELP)] = 0,
     transfer_steps: Annotated[int, typer.Option(min=0, help="Steps that a KV transfer takes.")] = 0,
+    transfers_by_size: Annotated[bool, typer.Option(help=BY_SIZE_HELP)] = False,
     transfers_beside_full: Annotated[bool, typer.Option(help=BESIDE_FULL_HELP)] = False,
     overlap_requests: Annotated[str | None, typer.Option(help=OVERLAP_HELP)] = None,
     telemetry_lag: Annotated[
@@ -138,6 +140,7 @@ def replay(
         prefill_policy=prefill_policy,
         prefix_cache_tokens=prefix_cache,
         transfer_steps=transfer_steps,
+        transfers_by_size=transfers_by_size,
         transfers_beside_full=transfers_beside_full,
         overlap_requests=parse_overlap(overlap_requests, engine_balancer is not None),
         telemetry_lag_steps=telemetry_lag,
@@ -168,7 +171,8 @@ def replay(
         context, "cost_aware", bool(setting.slowdowns) or request_tokens > 0, "with --slowdowns or --request-tokens"
     )
     refuse_unused(context, "draft_acceptance", draft_tokens > 0, "with --draft-tokens")
-    refuse_unused(context, "transfers_beside_full", transfer_steps > 0, "with --transfer-steps")
+    for flag in ("transfers_by_size", "transfers_beside_full"):
+        refuse_unused(context, flag, transfer_steps > 0, "with --transfer-steps")
     job.checked()
     if compare:
         if series is not None:

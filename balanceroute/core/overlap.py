@@ -34,7 +34,8 @@ full pool holds for each worker B stay in the pool, so that there is something t
 All of it is measured. A step takes t times the tokens that it yields of a request, which with speculative decoding are
 several; the engine says how many. `transfer_s` is the time from an admission to the first token, less a step, of
 requests that had a slot waiting for them. One that was sent ahead may have waited for its slot instead, so its time is
-an upper bound, which may lower the estimate and never raises it.
+an upper bound, which may lower the estimate and never raises it. It takes less time for a smaller prompt than for the
+mean one, which says nothing against the estimate: such a bound counts only below it in proportion to the prompt.
 """
 
 import math
@@ -57,13 +58,17 @@ class Overlap:
     transfers: int = 0
     answers: int = 0
 
-    def see_first_token(self, delay_s: float, sent_ahead: bool, tokens_per_step: float) -> None:
-        """Take in the seconds from an admission to its first token. Counts nothing until a step is known."""
+    def see_first_token(self, delay_s: float, sent_ahead: bool, tokens_per_step: float, mean_prompts: float) -> None:
+        """Take in the seconds from an admission to its first token. Counts nothing until a step is known.
+
+        `mean_prompts`: the size of its prompt, in mean ones.
+        """
         transfer_s = delay_s - self.token_s * tokens_per_step
-        if not self.answers or (sent_ahead and transfer_s >= self.transfer_s):
+        expected_s = self.transfer_s * min(1.0, mean_prompts) if sent_ahead else self.transfer_s
+        if not self.answers or (sent_ahead and transfer_s >= expected_s):
             return
         self.transfers += 1
-        self.transfer_s += max(WEIGHT, 1.0 / self.transfers) * (transfer_s - self.transfer_s)
+        self.transfer_s += max(WEIGHT, 1.0 / self.transfers) * (transfer_s - expected_s)
 
     def see_answer(self, stay_s: float, tokens: int) -> None:
         """Take in a finished answer: the seconds from its first token to its last, and how many these were.

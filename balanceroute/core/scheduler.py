@@ -410,7 +410,8 @@ class Scheduler:
         worker = worker_of(tracker)
         if not worker.foreign_requests:
             delay_s = now - tracker.admitted_s
-            self.snapshot.overlap.see_first_token(delay_s, tracker.sent_ahead, worker.tokens_per_step)
+            mean_prompts = tracker.prompt_tokens / max(1.0, self.snapshot.means.prompt_tokens)
+            self.snapshot.overlap.see_first_token(delay_s, tracker.sent_ahead, worker.tokens_per_step, mean_prompts)
 
     def progress(self, request_id: str, tokens: int, now: float) -> None:
         """The request has generated `tokens` more. Called for every token, so O(1) whatever is active."""

@@ -1,7 +1,8 @@
 """The simulated decode workers: the requests that really run, independent of the router's state.
 
 A request bound to a worker waits in its queue (FIFO) until its transfer begins, is on the way for `transfer_steps`, and
-runs once a slot is free: its KV grows by one token per step until it is done. All sums are kept by addition; a step
+runs once a slot is free: its KV grows by one token per step until it is done. With `transfers_by_size` a transfer takes
+that long for the mean prompt, and for others in proportion, but a step at least. All sums are kept by addition; a step
 costs O(G) plus the requests that end on it, not the number that run.
 
 **When transfers begin** is as in vLLM: in a step that begins with a free slot, for every queued request whose KV fits;
@@ -49,6 +50,7 @@ class Ranks:
         self.counts = [0] * workers  # running requests
         self.kv = kv  # KV tokens of a request when it (re)started
         self.left = left  # tokens to go when it (re)started
+        self.mean_prompt = max(1.0, sum(kv) / max(1, len(kv)))
         self.home = [-1] * len(kv)
         self.ending: defaultdict[int, list[int]] = defaultdict(list)  # step -> requests that may end before it
         self.ends_at = [-1] * len(kv)  # the step that counts: -1 while not running
@@ -81,11 +83,18 @@ class Ranks:
                 request = rank.queue.popleft()
                 self.in_queues -= 1
                 if delay:
-                    rank.moving[request] = step + delay
+                    rank.moving[request] = step + self.transfer_steps(request)
                 else:
                     self.run(request, rank, step)
                     started.append(request)
         return started
+
+    def transfer_steps(self, request: int) -> int:
+        """Steps that its KV is on the way."""
+        steps = self.setting.transfer_steps
+        if not self.setting.transfers_by_size:
+            return steps
+        return max(1, round(steps * self.kv[request] / self.mean_prompt))
 
     def may_begin(self, rank: Rank) -> bool:
         """Whether the worker begins the transfer of a request that waits there."""

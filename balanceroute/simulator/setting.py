@@ -32,7 +32,11 @@ BOUNDS = {
     "draft_acceptance": ("draft acceptance", 0, 1),
     "barrier_groups": ("barrier groups", 1, 4096),
 }
-FLAGS = {"transfers_beside_full": "transfers beside full", "cost_aware": "cost aware"}
+FLAGS = {
+    "transfers_by_size": "transfers by size",
+    "transfers_beside_full": "transfers beside full",
+    "cost_aware": "cost aware",
+}
 FRACTIONS = {"step_cost_s", "step_overhead_s", "prefill_tokens_per_s", "draft_acceptance"}
 REFERENCE = ReferenceSetting()
 MOST_BLOCKS = 1_000_000
@@ -70,6 +74,7 @@ class Setting:
         prefill_policy: which prefiller computes a prompt (`core.prefill`).
         prefix_cache_tokens: what the prefix cache of one prefiller holds; 0: none.
         transfer_steps: steps that the KV of a request is on its way to its worker, before it can run.
+        transfers_by_size: whether that is how long a mean prompt takes, and others take it in proportion to their KV.
         transfers_beside_full: whether a worker whose slots are all in use begins a transfer; vLLM does not
             (`simulator.ranks`).
         overlap_requests: requests that the router sends each worker beyond its slots (m); None: as measured, as by
@@ -98,6 +103,7 @@ class Setting:
     prefill_policy: str = "prefix_affinity"
     prefix_cache_tokens: int = 0
     transfer_steps: int = 0
+    transfers_by_size: bool = False
     transfers_beside_full: bool = False
     overlap_requests: int | None = 0
     telemetry_lag_steps: int = 0

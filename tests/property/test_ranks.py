@@ -15,6 +15,7 @@ options = st.builds(
     n_workers=st.just(WORKERS),
     slots=st.integers(1, 3),
     transfer_steps=st.integers(0, 3),
+    transfers_by_size=st.booleans(),
     transfers_beside_full=st.booleans(),
     barrier_groups=st.sampled_from([1, 2]),
     kv_capacity_tokens=st.none() | st.just(50),
@@ -39,16 +40,24 @@ class Cluster:
         self.sent_on[request] = self.step
         self.ranks.bind(request, rank)
 
+    def transfer_steps(self, request: int) -> int:
+        """In proportion to its KV, if so set; the mean prompt takes what is set."""
+        steps = self.setting.transfer_steps
+        if not (steps and self.setting.transfers_by_size):
+            return steps
+        mean_prompt = sum(prompt for prompt, _ in self.asked) / len(self.asked)
+        return max(1, round(steps * self.ranks.kv[request] / mean_prompt))
+
     def play(self, chance: random.Random) -> None:
         """One step; what is taken off or lost is sent again."""
-        ranks, setting = self.ranks, self.setting
+        ranks = self.ranks
         running = [list(rank.running) for rank in ranks.ranks]
         for request in ranks.preempt_overflow(self.step):
             self.send(request, chance.randrange(WORKERS))
         for rank, before in zip(ranks.ranks, running, strict=True):
             assert list(rank.running) == before[: len(rank.running)], "the newest are taken off"
         for request in ranks.fill(self.step):
-            assert self.step >= self.sent_on[request] + setting.transfer_steps
+            assert self.step >= self.sent_on[request] + self.transfer_steps(request)
         self.recount()
         before = ranks.step_tokens()
         gains = ranks.gains()

@@ -21,8 +21,8 @@ def by_field(names: str, **flags: str) -> dict[str, str]:
 
 
 OF_REPLAY = by_field(
-    "slots pool prefillers prefill_policy transfer_steps transfers_beside_full request_tokens cost_aware "
-    "barrier_groups draft_tokens draft_acceptance",
+    "slots pool prefillers prefill_policy transfer_steps transfers_by_size transfers_beside_full request_tokens "
+    "cost_aware barrier_groups draft_tokens draft_acceptance",
     n_workers="workers",
     step_cost_s="step_cost",
     step_overhead_s="step_overhead",

@@ -186,6 +186,7 @@ def test_the_series_has_one_row_per_step_and_one_column_per_worker(
             ["--prefix-cache", "90000", "--prefillers", "2"],
             "prefix cache 90000: changes nothing; the trace does not say which prompts begin alike (prefix_blocks)",
         ),
+        (["--transfers-by-size"], "--transfers-by-size: changes nothing here; it is read with --transfer-steps"),
         (
             ["--transfers-beside-full"],
             "--transfers-beside-full: changes nothing here; it is read with --transfer-steps",

@@ -55,7 +55,7 @@ def test_as_many_are_sent_ahead_as_leave_during_a_transfer(
 ) -> None:
     overlap = Overlap()
     overlap.see_answer(0.05 * 9, 10)
-    overlap.see_first_token(transfer_s + 0.05, sent_ahead=False, tokens_per_step=1.0)
+    overlap.see_first_token(transfer_s + 0.05, sent_ahead=False, tokens_per_step=1.0, mean_prompts=1.0)
     for early_choice_slots, sent in ((0.9, unlike), (0.5, unlike), (0.0, alike)):
         assert overlap.requests(slots, answer_tokens, 1.0, early_choice_slots, pool_share=0.0) == sent
 
@@ -147,12 +147,12 @@ def test_a_worker_that_is_down_adds_no_cost_to_early_choices() -> None:
 def test_the_step_of_a_first_token_is_no_transfer_where_a_step_yields_several_tokens() -> None:
     overlap = Overlap()
     overlap.see_answer(1.8, 28)  # three tokens per step of .2 s
-    overlap.see_first_token(0.2, sent_ahead=False, tokens_per_step=3.0)
+    overlap.see_first_token(0.2, sent_ahead=False, tokens_per_step=3.0, mean_prompts=1.0)
     assert overlap.transfer_s == pytest.approx(0.0, abs=1e-9)
     assert overlap.requests(64, 28.0, 3.0, 0.5, pool_share=16.0) == 0
     believed_single = Overlap()
     believed_single.see_answer(1.8, 28)
-    believed_single.see_first_token(0.2, sent_ahead=False, tokens_per_step=1.0)
+    believed_single.see_first_token(0.2, sent_ahead=False, tokens_per_step=1.0, mean_prompts=1.0)
     assert believed_single.requests(64, 28.0, 1.0, 0.5, pool_share=16.0) > 0
 
 
@@ -162,13 +162,15 @@ def test_overlap_figures_are_means_of_all_measurements() -> None:
         overlap.see_answer(step_s * 9, 10)
     assert overlap.token_s == pytest.approx(0.04)
     for transfer_s in (1.0, 2.0, 3.0):
-        overlap.see_first_token(transfer_s + 0.04, sent_ahead=False, tokens_per_step=1.0)
+        overlap.see_first_token(transfer_s + 0.04, sent_ahead=False, tokens_per_step=1.0, mean_prompts=1.0)
     assert overlap.transfer_s == pytest.approx(2.0)
 
 
 def test_nothing_is_sent_ahead_before_the_first_measurement() -> None:
     overlap = Overlap()
-    overlap.see_first_token(5.0, sent_ahead=False, tokens_per_step=1.0)  # how much is a step, nobody knows yet
+    overlap.see_first_token(
+        5.0, sent_ahead=False, tokens_per_step=1.0, mean_prompts=1.0
+    )  # how much is a step, nobody knows yet
     assert overlap.requests(64, 100.0, 1.0, 0.5, pool_share=16.0) == 0
     overlap.see_answer(9.0, 1)  # one token says nothing of a step
     assert overlap.token_s == 0.0
@@ -186,11 +188,25 @@ def test_an_answer_with_a_negative_duration_counts_as_zero() -> None:
 def test_a_wait_for_a_slot_never_lengthens_the_measured_transfer() -> None:
     overlap = Overlap()
     overlap.see_answer(1.0, 2)
-    overlap.see_first_token(3.0, sent_ahead=False, tokens_per_step=1.0)
-    overlap.see_first_token(9.0, sent_ahead=True, tokens_per_step=1.0)
+    overlap.see_first_token(3.0, sent_ahead=False, tokens_per_step=1.0, mean_prompts=1.0)
+    overlap.see_first_token(9.0, sent_ahead=True, tokens_per_step=1.0, mean_prompts=1.0)
     assert overlap.transfer_s == 2.0
-    overlap.see_first_token(2.0, sent_ahead=True, tokens_per_step=1.0)
+    overlap.see_first_token(2.0, sent_ahead=True, tokens_per_step=1.0, mean_prompts=1.0)
     assert overlap.transfer_s == 1.5
+
+
+def test_a_short_transfer_of_a_small_prompt_sent_ahead_says_nothing_against_the_mean_one() -> None:
+    overlap = Overlap()
+    overlap.see_answer(1.0, 2)
+    overlap.see_first_token(5.0, sent_ahead=False, tokens_per_step=1.0, mean_prompts=1.0)
+    overlap.see_first_token(2.0, sent_ahead=True, tokens_per_step=1.0, mean_prompts=0.25)  # 1 s, as four to a mean one
+    assert overlap.transfer_s == 4.0
+    overlap.see_first_token(1.5, sent_ahead=True, tokens_per_step=1.0, mean_prompts=0.25)  # a half of that
+    assert overlap.transfer_s == 3.75
+    overlap.see_first_token(4.8, sent_ahead=True, tokens_per_step=1.0, mean_prompts=3.0)  # it may have no more to move
+    assert overlap.transfer_s == 3.75
+    overlap.see_first_token(4.0, sent_ahead=True, tokens_per_step=1.0, mean_prompts=3.0)
+    assert overlap.transfer_s == 3.5
 
 
 @pytest.mark.parametrize("policy", POOLED)
@@ -361,7 +377,7 @@ def test_a_reload_sizes_the_overlap_by_the_new_bounds() -> None:
     scheduler = a_scheduler(None, slots=64)
     snapshot = scheduler.snapshot
     snapshot.overlap.see_answer(0.05 * 9, 10)
-    snapshot.overlap.see_first_token(1.55, sent_ahead=False, tokens_per_step=1.0)
+    snapshot.overlap.see_first_token(1.55, sent_ahead=False, tokens_per_step=1.0, mean_prompts=1.0)
     snapshot.means.answer_tokens, snapshot.means.prompt_tokens, snapshot.means.deviation_tokens = 1200.0, 300.0, 900.0
     for shared_barrier, sent in ((True, 2), (False, 3)):
         scheduler.configure(SchedulerConfig(overlap_requests=None, shared_barrier=shared_barrier), 1.0)

@@ -44,6 +44,7 @@ from balanceroute.simulator import Failure, Setting
         ({"pool": None}, "pool None: accepted is a whole number from 1 to 1000000"),
         ({"kv_capacity_tokens": 8e3}, "KV capacity 8000.0: accepted is a whole number from 1 to"),
         ({"overlap_requests": 1.5}, "overlap 1.5: accepted is a whole number from 0 to 65536"),
+        ({"transfers_by_size": 1}, "transfers by size 1: accepted is True or False"),
         ({"transfers_beside_full": "no"}, "transfers beside full 'no': accepted is True or False"),
         ({"cost_aware": None}, "cost aware None: accepted is True or False"),
     ],

@@ -201,6 +201,12 @@ def test_a_kv_transfer_adds_no_load_until_it_is_over_and_the_request_waits_meanw
     assert outcome.wait_s.tolist() == pytest.approx([2.0, 2.1])
 
 
+def test_a_kv_transfer_takes_as_long_as_its_prompt_is_large_if_so_set() -> None:
+    setting = a_setting(n_workers=1, transfer_steps=2, transfers_by_size=True)
+    outcome = run(a_trace([(0.0, 100, 6), (0.0, 300, 1)]), setting)  # 1 and 3 steps
+    assert outcome.loads[:, 0].tolist() == [0, 100, 101, 102 + 300, 103, 104, 105]
+
+
 def test_a_slower_worker_sets_the_pace_of_the_barrier() -> None:
     outcome = run(a_trace([(0.0, 100, 1), (0.0, 100, 1)]), a_setting(slowdowns=(1.0, 1.5)))
     assert outcome.figures.makespan_s == pytest.approx(1.0 + 0.001 * 150)
