@@ -16,7 +16,7 @@ class Retry(Section):
         ge=1,
         le=100,
         description="Most failed tries of a request per tier (prefill, decode), each on another worker if there "
-        "is one. A 429 or 503 of a worker is no failed try, nor is another failure of the same one, "
+        "is one. A 429 or 503 of a worker is no failed try, nor are up to eight more failures of the same one, "
         "which lives, while others may take the request: it waits for a worker, for its first token at most "
         "queue.deadline_s.",
     )

@@ -18,7 +18,7 @@
 | 500 from every worker that could take it | nothing; its earlier 500s are cleared, too | ends |
 | 500 from a worker that serves others, when half of its tier, not it alone, has just answered so | nothing | as below |
 | anything else | a failure (`circuit.fault`) | tries again, `retry.max_attempts` times in a row |
-| the same once more at one worker, which lives, while another one may take the request | a failure | as a 429 |
+| the same again at a worker that lives while another may take it | a failure | as a 429, `MAX_FRUITLESS` times |
 | it died | a failure | tries again, or ends when it is the likely cause (`suspicion.py`) |
 
 **Back-pressure is no failure.** A 429 or 503 means "later". While every worker rests, the request waits as for a slot,
@@ -39,7 +39,8 @@ a tier can still be broken: a worker that answers nothing else is blamed soon.
 
 **Again and again at one worker.** While all others are full, a broken one is the only one with a free slot, and gets
 the request again after each rest. So of a request's tries at one worker only the first counts, until all others that
-may take it have failed, too.
+may take it have failed, too, or after `MAX_FRUITLESS` more: each costs a prefill, and where an answer has begun, or a
+prefiller pushes, no deadline but the request's own would end them.
 
 **Another model or key.** A decode worker that does not know the model or the key with which a prefiller has just served
 the request was started with others; so was a worker that is asked first where another one has served that model. It
@@ -100,6 +101,7 @@ class Retries:
     """A leg's failures in a row, its last refusal, the suspicion against it, and its turn among the choices."""
 
     __slots__ = (
+        "_again",
         "_begun_s",
         "_choices",
         "_decode_failures",
@@ -126,6 +128,7 @@ class Retries:
         self._prefill_failures = self._decode_failures = self._fruitless = self._refused = 0  # in a row
         self._pinned_nothing = False  # a prefiller has answered without KV parameters since the last that had some
         self._failed: set[str] = set()  # workers of either tier at which a try has failed
+        self._again = 0  # tries that failed at one of them once more, and did not count
         self._erred: set[str] = set()  # those that answered it with their own error
         # before the first token, by tier: the time of its first uncounted refusal in a row, and the last one
         self._refusals: dict[str, tuple[float, UpstreamError]] = {}
@@ -223,10 +226,15 @@ class Retries:
         return worker.begun_s > since_s and 2 * len(erring) >= len(tier) and not only_itself
 
     def _fails_again(self, error: UpstreamError, worker: Worker) -> bool:
-        """Whether a try has failed at this worker before, which lives, and another one may take the request."""
+        """Whether a try has failed at this worker before, which lives, and another one may take the request; not again
+        and again.
+        """
         if not error.retryable or isinstance(error, CannotConnect | NothingPinned) or worker.id not in self._failed:
             return False
-        return sign_of(error) is Sign.NONE and _is_able_beside(worker, self._failed, self._services)
+        if sign_of(error) is not Sign.NONE or not _is_able_beside(worker, self._failed, self._services):
+            return False
+        self._again += 1
+        return self._again <= MAX_FRUITLESS
 
     def count_try(self, worker: Worker) -> None:
         """Count a try as a retry if one has failed before it in this worker's tier."""
@@ -377,7 +385,7 @@ class Retries:
         Tokens alone do not show that. If none of them had a text, or the answer can only start again, the next try
         generates the same ones, and may end as this one did.
         """
-        self._decode_failures = self._fruitless = 0
+        self._decode_failures = self._fruitless = self._again = 0
         self._erred.clear()
         self._failed.clear()
 

@@ -264,6 +264,23 @@ async def test_a_worker_that_fails_all_requests_uses_up_one_try_of_each_while_ot
     assert broken.circuit.doubtful is not is_own, "a 500 of all may be the request's fault"
 
 
+@pytest.mark.parametrize(("tier", "settings"), [("decode", {}), ("prefill", LAYERWISE)], ids=["begun", "a push"])
+@with_virtual_time
+async def test_tries_at_a_broken_worker_end_where_no_queue_deadline_ends_them(
+    tier: str, settings: dict[str, object]
+) -> None:
+    """They went on for as long as the others were full, each with a prefill, up to limits.request_timeout_s."""
+    services = a_router(a_config(prefillers=2, decoders=2, retry=RETRY, **settings))
+    broken, tries = services.fleet.of(Role(tier))[0], 0
+    retries = Retries(services, "r", None)
+    with pytest.raises(UpstreamStatus):
+        while tries < 100:
+            tries += 1
+            retries.judge(a_status(502, tier=tier), broken, begun=tier == "decode")
+            broken.circuit.success()  # it serves others
+    assert tries == RETRY["max_attempts"] + MAX_FRUITLESS
+
+
 @with_virtual_time
 async def test_a_request_that_a_broken_worker_gets_again_and_again_names_its_last_failure_at_the_queue_deadline() -> (
     None
