@@ -13,7 +13,7 @@ empty.
 
 A relay that was just started waits until the brain has named the workers.
 
-If a worker can't be reached, is late, or answers 5xx, 429, or what is neither a 200 nor an error, the next one is
+If a worker can't be reached, is late, or answers 5xx, 408, 429, or what is neither a 200 nor an error, the next one is
 asked, for `TRYING_S` at most: of hundreds that are silent each would take its whole time. Ranks of one server count as
 one. The client gets the last failure only if all fail. A worker that answers 401, 403 or 404 may have another model or
 key than the others, so `WITNESSES` must say so. The request's own time limit (X-Request-Timeout,
@@ -67,7 +67,7 @@ TRYING_S: Final = 40.0  # after this no other worker is asked; more than the lon
 RESET_PREFIX_CACHE: Final = "/reset_prefix_cache"
 _LIMIT: Final = 64 * 2**20
 _OTHER_MODEL: Final = frozenset((401, 403, 404))  # of a worker with another model or key
-_ASK_ANOTHER: Final = _OTHER_MODEL | frozenset((429,))
+_ASK_ANOTHER: Final = _OTHER_MODEL | frozenset((408, 429))
 _MAX_NAME: Final = 512  # characters of a model's name
 _ORDER: Final = (WorkerState.UP, WorkerState.DRAINING, WorkerState.DOWN)
 _FLAG: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")

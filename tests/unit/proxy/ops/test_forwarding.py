@@ -121,7 +121,7 @@ async def test_a_worker_that_operators_have_drained_is_asked_only_if_no_other_an
     assert asked(upstreams) == ["p0", "d0"]
 
 
-@pytest.mark.parametrize("odd", [401, 403, 404, 429, 202, 307, 500])
+@pytest.mark.parametrize("odd", [401, 403, 404, 408, 429, 202, 307, 500])
 @with_virtual_time
 async def test_a_worker_that_is_busy_or_has_another_model_is_no_answer_while_another_one_has_it(odd: int) -> None:
     services = a_router(a_config(2, 1))
