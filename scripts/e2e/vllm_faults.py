@@ -231,8 +231,8 @@ def check_take_over(servers: Servers) -> str:
 
 
 def child_of(parent: int, name: str) -> int:
-    """The child process of that name."""
+    """The child process whose name begins so: `br-brain` is the brain that leads, also where that is `br-brain-2`."""
     for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+        if Path(f"/proc/{pid}/comm").read_text().startswith(name):
             return int(pid)
     raise AssertionError(f"process {parent} has no child {name}")
