@@ -36,6 +36,7 @@ class Servers:
         command = [f"{venv}/bin/vllm", "serve", model, "--served-model-name", MODEL, "--host", "127.0.0.1"]
         command += ["--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "64", "--enforce-eager"]
         command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+        command += ["--dtype", "float32"]  # with bfloat16 decoders die on some virtual machines whose CPUs have AMX
         command += ["--block-size", "32", "--kv-transfer-config", json.dumps(transfer), *options]
         env = os.environ | {
             "VLLM_CPU_KVCACHE_SPACE": "1",
