@@ -18,7 +18,7 @@ def reproduce(
             help="main, scaling, sensitivity, subsets, overhead, predictors, fairness, bound; these if left out. "
             "prefix: the prefill tier and its caches. engine_balancer: with and without a balancer inside the engine. "
             "grid: each policy on 133 workloads and clusters, more than an hour (longer where nothing is compiled), "
-            "two to five minutes with --quick. drawn: the same on 120 workloads drawn at random, ten minutes. Both go "
+            "two minutes or three with --quick. drawn: the same on 120 workloads drawn at random, ten minutes. Both go "
             "on where they were stopped."
         ),
     ] = None,
