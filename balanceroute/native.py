@@ -1,7 +1,7 @@
 """The modules that mypyc compiles, and the rule that code compiled from other sources never runs.
 
 These modules are ordinary typed Python, which setup.py compiles at installation where there is a C compiler: a request
-takes a third less CPU, a simulation a fifth to two fifths. Nothing else depends on it. The machine code of all lies in
+takes a third less CPU, a simulation an eighth to two fifths. Nothing else depends on it. All machine code lies in
 one library whose name ends with a digest of the sources, beside a small module for each. Where that library is not
 found (no compiler; a checkout with other sources than at its installation) or `BALANCEROUTE_PURE_PYTHON=1` is set,
 `Sources` has the same modules read as Python.
